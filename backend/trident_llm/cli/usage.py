@@ -1,0 +1,39 @@
+"""The lines that tell a newcomer how to talk to the server that just came up."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+from trident_llm.cli.options import ServeOptions
+
+
+def usage_lines(options: ServeOptions) -> list[str]:
+    """Lines to copy and paste, for the ports and the model name in use."""
+    url = f"localhost:{options.http_port}/v2/models/{options.model_name}"
+    prompt = '{"text_input": "The capital of France is", "max_tokens": 16}'
+    streamed = '{"text_input": "Once upon a time", "max_tokens": 64, "stream": true}'
+    client = f'Client("localhost:{options.grpc_port}", "{options.model_name}")'
+    program = (
+        f'from trident_client import Client; [print(delta.text, end="", flush=True) for delta in '
+        f'{client}.stream("Once upon a time", max_tokens=64)]'
+    )
+    return [
+        "",
+        "Try it:",
+        f"  curl -s {url}/generate -d '{prompt}'",
+        f"  curl -sN {url}/generate_stream -d '{streamed}'",
+        f"  {_python()} -c '{program}'",
+        f"  tritonclient: gRPC at localhost:{options.grpc_port}, model {options.model_name}; it is "
+        "decoupled, so use start_stream() or stream_infer()",
+        f"  metrics: curl -s localhost:{options.metrics_port}/metrics",
+        "",
+        "Ctrl-C stops the server.",
+    ]
+
+
+def _python() -> str:
+    """This interpreter, as short as it can be written from here."""
+    relative = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if relative.startswith("..") else relative)

@@ -1,0 +1,175 @@
+"""The engine's own thread: it loads the model, warms up, and steps while there is work.
+
+All torch work happens on this thread, loading included, since OpenMP makes a team of threads for each
+thread that computes. Others talk to it through an inbox and hear from it through one callback.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trident_llm.core.errors import ErrorCode, RequestError
+from trident_llm.core.request import Request
+from trident_llm.engine.engine import CANCELLED, Engine, EngineDeadError
+from trident_llm.engine.output import RequestOutput
+
+logger = logging.getLogger("trident")
+
+LEAVING = RequestError(ErrorCode.UNAVAILABLE, "server", "is shutting down; send it elsewhere")
+DEAD = RequestError(
+    ErrorCode.UNAVAILABLE, "engine", "has failed and computes nothing; restart the server"
+)
+IDLE_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Add:
+    request: Request
+    arrival: float
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A read of the engine's state on its own thread."""
+
+    function: Callable[[Engine], Any]
+    answer: queue.SimpleQueue[Any]
+
+
+class EngineLoop:
+    """Runs one :class:`Engine` in a thread.
+
+    Args:
+        load: makes the engine; runs on the engine's thread. What it raises, :meth:`wait_ready` raises.
+        on_outputs: called on the engine's thread with each step's outputs; must not block.
+    """
+
+    def __init__(
+        self, load: Callable[[], Engine], on_outputs: Callable[[list[RequestOutput]], None]
+    ) -> None:
+        self._load = load
+        self._on_outputs = on_outputs
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop | _Call] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="trident-engine", daemon=True)
+        self.dead = False
+        self.last_progress = time.monotonic()  # when the loop last came round
+        self.integrity_failures = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Returns when the engine takes requests; raises what loading raised."""
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def num_queued(self) -> int:
+        """Commands not taken yet."""
+        return self._inbox.qsize()
+
+    def add(self, request: Request, arrival: float) -> None:
+        self._inbox.put(_Add(request, arrival))
+
+    def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
+        self._inbox.put(_Abort(request_id, error))
+
+    def stop(self) -> None:
+        """Ends what is left with UNAVAILABLE and joins the thread."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def call(self, function: Callable[[Engine], Any], timeout: float = 10.0) -> Any:
+        """The value of ``function(engine)``, computed between two steps.
+
+        Raises:
+            RequestError: UNAVAILABLE, if the engine does not answer in ``timeout`` seconds.
+        """
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox.put(_Call(function, answer))
+        try:
+            return answer.get(timeout=timeout)
+        except queue.Empty:
+            raise RequestError(ErrorCode.UNAVAILABLE, "engine", "did not answer in time") from None
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+        except BaseException as error:  # handed to the thread that waits
+            self._failure = error
+            self._ready.set()
+            return
+        self._ready.set()
+        while not self._stopping:
+            self._take_commands(engine)
+            self.last_progress = time.monotonic()
+            if self._stopping or not engine.has_work:
+                continue
+            try:
+                outputs = engine.step()
+            except EngineDeadError:
+                logger.error("the engine gives up; new requests are refused")
+                self.dead = True
+                outputs = engine.take_ended()
+            if outputs:
+                self._on_outputs(outputs)
+        engine.abort_all(LEAVING)
+        self._on_outputs(engine.take_ended())
+
+    def _take_commands(self, engine: Engine) -> None:
+        """Handles what is in the inbox; waits for something if there is nothing to compute."""
+        try:
+            if engine.has_work:
+                self._handle(engine, self._inbox.get_nowait())
+            else:
+                self._handle(engine, self._inbox.get(timeout=IDLE_CHECK_SECONDS))
+            while True:
+                self._handle(engine, self._inbox.get_nowait())
+        except queue.Empty:
+            if not engine.has_work:
+                self._check_idle(engine)
+
+    def _handle(self, engine: Engine, command: _Add | _Abort | _Stop | _Call) -> None:
+        if isinstance(command, _Add):
+            if self.dead or self._stopping:
+                error = DEAD if self.dead else LEAVING
+                engine.add(command.request, command.arrival)
+                engine.abort(command.request.request_id, error)
+            else:
+                engine.add(command.request, command.arrival)
+        elif isinstance(command, _Abort):
+            engine.abort(command.request_id, command.error)
+        elif isinstance(command, _Call):
+            command.answer.put(command.function(engine))
+        else:
+            self._stopping = True
+
+    def _check_idle(self, engine: Engine) -> None:
+        """With nothing to do, the accounts must be exact; a fault is reported and never kills."""
+        problems = engine.scheduler.check_integrity()
+        if engine.scheduler.pool.num_held:
+            problems.append(f"{engine.scheduler.pool.num_held} blocks are held by nobody")
+        if problems:
+            self.integrity_failures += 1
+            logger.error("block accounts are wrong: %s", "; ".join(problems[:5]))

@@ -1,0 +1,290 @@
+"""Loading a model's weights, tensor by tensor, straight into the form the decoder multiplies with.
+
+Owns checkpoints (safetensors folders and GGUF files) and the fusing of projections. It never runs
+code from a checkpoint: pickle files are refused. Invariant: every tensor the model needs was found
+once with exactly the shape its configuration implies, nothing in the checkpoint was left over, and
+no second copy of the weights is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import trident_kernels as ops
+from safetensors import SafetensorError, safe_open
+
+from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
+from trident_llm.model.gguf import GgufCheckpoint, GgufFile, find_gguf
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_INDEX_NAME = "model.safetensors.index.json"
+# Buffers that old versions of transformers saved; they are recomputed from the configuration.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+_log = logging.getLogger(__name__)
+
+
+class ModelLoadError(ModelConfigError):
+    """The checkpoint does not hold the model its configuration describes; the text names the tensor."""
+
+
+class Checkpoint(Protocol):
+    """Tensors by Hugging Face name; shapes are known without reading, values are read one by one."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in the dtype of the file."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; H query heads and K key/value heads of size D, intermediate size I."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: ops.LinearWeight  # [(H + 2K) * D, hidden]: q, k, v
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    output: ops.LinearWeight  # [hidden, H * D]
+    post_attention_norm: torch.Tensor  # [hidden]
+    gate_up: ops.LinearWeight  # [2I, hidden]: gate, up
+    down: ops.LinearWeight  # [hidden, I]
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights of a decoder, on its device."""
+
+    embedding: torch.Tensor  # [vocab_size, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden]
+    head: ops.LinearWeight  # [vocab_size, hidden]
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> DecoderWeights:
+    """Loads the model at ``path``: a Hugging Face folder or a ``.gguf`` file.
+
+    ``progress`` is told (tensors read, tensors in all). Peak memory is the packed model and the
+    tensors of one fused projection. Raises :class:`ModelLoadError`.
+    """
+    with ExitStack() as files:
+        checkpoint = _open(path, files)
+        names = _check_tensors(checkpoint.shapes, config)
+        return _Assembler(checkpoint, names, config, dtype, device, progress).assemble()
+
+
+class SafetensorsCheckpoint:
+    """``model.safetensors``, or the shards named by ``model.safetensors.index.json``."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        """Opens all shards; they are closed with ``files``."""
+        single = folder / "model.safetensors"
+        index = None if single.is_file() else _read_index(folder / _INDEX_NAME)
+        shards = [single.name] if index is None else sorted(set(index.values()))
+        self._shard_of: dict[str, Any] = {}
+        for shard in shards:
+            opened = files.enter_context(_open_shard(folder / shard))
+            found = set(opened.keys())
+            if index is not None:
+                _check_shard(shard, found, {n for n, where in index.items() if where == shard})
+            self._shard_of.update(dict.fromkeys(found, opened))
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(shard.get_slice(name).get_shape()) for name, shard in self._shard_of.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._shard_of[name].get_tensor(name)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelLoadError(
+                f"tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; only "
+                "float32, bfloat16 and float16 checkpoints are supported"
+            )
+        return tensor
+
+
+class _GgufTensors:
+    """A GGUF file as a :class:`Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self._checkpoint = GgufCheckpoint(GgufFile(path))
+        self.shapes = self._checkpoint.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        # A copy, since plain float32 tensors are views of the read-only file.
+        return torch.from_numpy(self._checkpoint.read(name).copy())
+
+
+def _open(path: Path, files: ExitStack) -> Checkpoint:
+    if (path / "model.safetensors").is_file() or (path / _INDEX_NAME).is_file():
+        return SafetensorsCheckpoint(path, files)
+    gguf_path = find_gguf(path)
+    if gguf_path is not None:
+        return _GgufTensors(gguf_path)
+    if path.is_dir():
+        if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pt")):
+            raise ModelLoadError(
+                f"{path}: holds its weights as pickle files, which can run code when loaded and are "
+                "not read; convert them to safetensors with transformers' "
+                "save_pretrained(safe_serialization=True)"
+            )
+        if len(list(path.glob("*.gguf"))) > 1:
+            raise ModelLoadError(f"{path}: holds several .gguf files; give the path of one")
+    raise ModelLoadError(f"{path}: no model.safetensors, {_INDEX_NAME} or .gguf file there")
+
+
+def _open_shard(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelLoadError(f"{path}: is named by {_INDEX_NAME} but is not there")
+    with path.open("rb") as file:
+        if file.read(20).startswith(b"version https://git"):
+            raise ModelLoadError(
+                f"{path}: is a Git LFS pointer, not the weights; run git lfs pull in its repository"
+            )
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{path}: is not a complete safetensors file ({path.stat().st_size} bytes): {error}"
+        ) from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to shard file name."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{path}: is not a safetensors index ({error!r})") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{path}: weight_map must name the file of each tensor")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ModelLoadError(f"{path}: tensor {name} must be in a file of the same folder")
+    return weight_map
+
+
+def _check_shard(shard: str, found: set[str], indexed: set[str]) -> None:
+    if missing := sorted(indexed - found):
+        raise ModelLoadError(
+            f"{shard}: tensor {missing[0]} is in {_INDEX_NAME} but not in the file"
+        )
+    if extra := sorted(found - indexed):
+        raise ModelLoadError(f"{shard}: tensor {extra[0]} is in the file but not in {_INDEX_NAME}")
+
+
+def _check_tensors(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> list[str]:
+    """Compares the checkpoint with the configuration; returns the names to read.
+
+    A model with tied embeddings may hold the embedding, the head, or both.
+    """
+    expected = expected_tensors(config)
+    if config.tie_word_embeddings and _HEAD in shapes:
+        expected[_HEAD] = expected[_EMBEDDING]
+        if _EMBEDDING not in shapes:
+            del expected[_EMBEDDING]
+    if missing := [name for name in expected if name not in shapes]:
+        raise ModelLoadError(f"tensor {_some(missing)} missing from the checkpoint")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise ModelLoadError(
+                f"tensor {name} has shape {list(shapes[name])}, but the configuration implies "
+                f"{list(shape)}"
+            )
+    left_over = [n for n in shapes if n not in expected and not n.endswith(_IGNORED_SUFFIX)]
+    if left_over:
+        raise ModelLoadError(
+            f"tensor {_some(sorted(left_over))} in the checkpoint, but not part of a "
+            f"{config.architecture} with this configuration"
+        )
+    return list(expected)
+
+
+def _some(names: list[str]) -> str:
+    verb = "is" if len(names) == 1 else f"(and {len(names) - 1} more) are"
+    return f"{names[0]} {verb}"
+
+
+class _Assembler:
+    """Reads tensors in order and packs them at once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: list[str],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._checkpoint, self._config = checkpoint, config
+        self._dtype, self._device = dtype, device
+        self._progress, self._read_count, self._names = progress, 0, names
+
+    def assemble(self) -> DecoderWeights:
+        has_embedding, has_head = _EMBEDDING in self._names, _HEAD in self._names
+        embedding = self._tensor(_EMBEDDING if has_embedding else _HEAD)
+        layers = tuple(self._layer(index) for index in range(self._config.num_layers))
+        final_norm = self._tensor("model.norm.weight")
+        head = self._tensor(_HEAD) if has_embedding and has_head else embedding
+        if self._config.tie_word_embeddings and head is not embedding:
+            if torch.equal(head, embedding):
+                head = embedding
+            else:  # as transformers does
+                _log.warning(
+                    "tie_word_embeddings is true, but %s differs from %s in the checkpoint: the "
+                    "head is not tied", _HEAD, _EMBEDDING,
+                )  # fmt: skip
+        return DecoderWeights(embedding, layers, final_norm, ops.pack_linear(head, None))
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{index}."
+        attention = prefix + "self_attn."
+        return LayerWeights(
+            input_norm=self._tensor(prefix + "input_layernorm.weight"),
+            qkv=self._linear(
+                [attention + name for name in ("q_proj", "k_proj", "v_proj")],
+                config.attention_bias,
+            ),
+            q_norm=self._tensor(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self._tensor(attention + "k_norm.weight") if config.qk_norm else None,
+            output=self._linear([attention + "o_proj"], config.attention_output_bias),
+            post_attention_norm=self._tensor(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._linear(
+                [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], config.mlp_bias
+            ),
+            down=self._linear([prefix + "mlp.down_proj"], config.mlp_bias),
+        )
+
+    def _linear(self, names: list[str], has_bias: bool) -> ops.LinearWeight:
+        """Several projections of the same input as one."""
+        weight = self._tensor(*(name + ".weight" for name in names))
+        bias = self._tensor(*(name + ".bias" for name in names)) if has_bias else None
+        return ops.pack_linear(weight, bias)
+
+    def _tensor(self, *names: str) -> torch.Tensor:
+        """The tensors under each other, in the wanted dtype, in memory of our own."""
+        shapes = [self._checkpoint.shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, shape in zip(names, shapes):
+            out[start : start + shape[0]].copy_(self._checkpoint.read(name))
+            start += shape[0]
+            self._read_count += 1
+            if self._progress is not None:
+                self._progress(self._read_count, len(self._names))
+        return out

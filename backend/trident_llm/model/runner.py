@@ -1,0 +1,210 @@
+"""Executes scheduler outputs on one device.
+
+The runner owns rows and never sees a request: what it knows of a sequence arrived in a NewRow or by a
+fork. Token ids and block tables live on the device, counts on the host; sampled tokens are written
+into the token table on the device, from where the next step's inputs are gathered, so a step can be
+launched before the tokens of the one before it have reached the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult, TokenLogprob
+from trident_llm.model.batch import Batch
+from trident_llm.model.decoder import Decoder
+from trident_llm.model.kv_cache import KVCache
+from trident_llm.model.sampler import LogprobOutput, RowSampling, SampleOutput, sample
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes of the runner's tables."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int  # the tokenizer's; the head may be wider, what lies beyond is never sampled
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose results may still be on their way."""
+
+    step: int
+    sampled: SampleOutput | None
+    num_logprobs: list[int]  # per sampled row, -1 for none
+
+
+class ModelRunner:
+    """Rows, batches and sampling around one :class:`Decoder`. Used from one thread."""
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, config: RunnerConfig) -> None:
+        self.decoder = decoder
+        self.kv_cache = kv_cache
+        self.config = config
+        self.device = kv_cache.data.device
+        rows = config.max_num_seqs
+        max_blocks = -(-config.max_model_len // config.block_size)
+        self._token_ids = torch.zeros(
+            (rows, config.max_model_len), dtype=torch.int64, device=self.device
+        )
+        self._block_tables = torch.zeros(
+            (rows, max_blocks), dtype=torch.int32, device=self.device
+        )
+        self._num_tokens = np.zeros(rows, np.int64)  # known or sampled
+        self._num_computed = np.zeros(rows, np.int64)
+        self._num_prompt = np.zeros(rows, np.int64)
+        self._sampling = RowSampling(rows)
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Runs a step; on an accelerator it may still be running when this returns."""
+        self._apply_delta(output)
+        self.kv_cache.copy_blocks(output.block_copies)
+        batch = self._make_batch(output)
+        logits = self.decoder.forward(batch, self.kv_cache)
+        for scheduled in output.scheduled_rows:
+            self._num_computed[scheduled.row] += scheduled.num_tokens
+        rows = output.sampled_rows
+        if not rows:
+            return LaunchedStep(output.step, None, [])
+        logits = self._fork(output, logits)[:, : self.config.vocab_size]
+        row_index = np.asarray(rows, np.int64)
+        lengths = self._num_tokens[row_index]
+        sampled = sample(logits, self._sampling, row_index, lengths)
+        self._append(row_index, lengths, sampled.token_ids)
+        return LaunchedStep(output.step, sampled, self._sampling.num_logprobs[row_index].tolist())
+
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        """Waits for a step and brings its tokens to the host."""
+        sampled = launched.sampled
+        if sampled is None:
+            return StepResult(launched.step, [])
+        token_ids = sampled.token_ids.tolist()
+        finite = sampled.finite.tolist()
+        logprobs = _host_logprobs(sampled.logprobs, token_ids, launched.num_logprobs)
+        return StepResult(
+            launched.step,
+            [
+                SampledRow([token_id], logprobs.get(i), failed=not ok)
+                for i, (token_id, ok) in enumerate(zip(token_ids, finite))
+            ],
+        )
+
+    def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+    def _apply_delta(self, output: SchedulerOutput) -> None:
+        for new in output.new_rows:
+            count = len(new.token_ids)
+            self._token_ids[new.row, :count] = self._tensor(np.asarray(new.token_ids, np.int64))
+            self._num_tokens[new.row] = count
+            self._num_computed[new.row] = new.num_computed_tokens
+            self._num_prompt[new.row] = new.num_prompt_tokens
+            self._sampling.set(
+                new.row,
+                new.sampling_params,
+                seed=new.seed,
+                sequence_index=new.sequence_index,
+                num_prompt_tokens=new.num_prompt_tokens,
+                eos_token_ids=self.config.eos_token_ids,
+            )
+        rows: list[int] = []
+        columns: list[int] = []
+        block_ids: list[int] = []
+        for scheduled in output.scheduled_rows:
+            if scheduled.block_ids:
+                count = len(scheduled.block_ids)
+                rows += [scheduled.row] * count
+                columns += range(scheduled.first_block, scheduled.first_block + count)
+                block_ids += scheduled.block_ids
+        if rows:
+            index = self._tensor(np.asarray([rows, columns, block_ids], np.int64))
+            self._block_tables[index[0], index[1]] = index[2].to(torch.int32)
+
+    def _make_batch(self, output: SchedulerOutput) -> Batch:
+        """The flat batch: tokens of all scheduled rows, one sequence after another."""
+        scheduled = output.scheduled_rows
+        rows = np.asarray([s.row for s in scheduled], np.int64)
+        counts = np.asarray([s.num_tokens for s in scheduled], np.int64)
+        computed = self._num_computed[rows]
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        positions = np.arange(ends[-1]) + np.repeat(computed - starts, counts)
+        row_of_token = np.repeat(rows, counts)
+        seq_lens = computed + counts
+        samples = np.asarray([s.samples for s in scheduled], np.bool_)
+        max_seq_len = int(seq_lens.max())
+        # One transfer for everything that is as long as the tokens.
+        per_token = self._tensor(np.stack((positions, row_of_token)))
+        position, row = per_token[0], per_token[1]
+        size = self.config.block_size
+        blocks = self._block_tables[row, position // size].to(torch.int64)
+        columns = -(-max_seq_len // size)
+        rope_lens = None
+        if self.decoder.needs_rope_lens:
+            prompt = np.repeat(self._num_prompt[rows], counts)
+            rope_lens = self._tensor(np.maximum(prompt, positions + 1))
+        return Batch(
+            input_ids=self._token_ids[row, position],
+            positions=position,
+            slot_mapping=blocks * size + position % size,
+            cu_seqlens_q=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            block_tables=self._block_tables[self._tensor(rows), :columns],
+            max_seqlen_q=int(counts.max()),
+            max_seq_len=max_seq_len,
+            logits_indices=self._tensor(ends[samples] - 1),
+            rope_lens=rope_lens,
+        )
+
+    def _fork(self, output: SchedulerOutput, logits: torch.Tensor) -> torch.Tensor:
+        """Copies parents' rows to their children; logits ``[sampling rows + forks, V]``."""
+        if not output.forks:
+            return logits
+        line_of = {s.row: i for i, s in enumerate(s for s in output.scheduled_rows if s.samples)}
+        for parent, child, sequence_index in output.forks:
+            self._token_ids[child] = self._token_ids[parent]
+            self._block_tables[child] = self._block_tables[parent]
+            for counts in (self._num_tokens, self._num_computed, self._num_prompt):
+                counts[child] = counts[parent]
+            self._sampling.fork(parent, child, sequence_index)
+        lines = [*range(len(line_of)), *(line_of[fork.parent_row] for fork in output.forks)]
+        return logits[self._tensor(np.asarray(lines, np.int64))]
+
+    def _append(
+        self,
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        token_ids: torch.Tensor,
+    ) -> None:
+        """Writes sampled tokens behind their rows' last ones, on the device."""
+        # A sequence that reached max_model_len ends here: its last token is never an input.
+        fits = np.flatnonzero(lengths < self.config.max_model_len)
+        index = self._tensor(np.stack((rows[fits], lengths[fits], fits)))
+        self._token_ids[index[0], index[1]] = token_ids[index[2]]
+        self._num_tokens[rows] += 1
+
+
+def _host_logprobs(
+    output: LogprobOutput | None, token_ids: list[int], num_logprobs: list[int]
+) -> dict[int, list[list[TokenLogprob]]]:
+    """Per sampled row that asked: one list per token, the sampled token first, then the top k."""
+    if output is None:
+        return {}
+    sampled, ranks = output.sampled.tolist(), output.ranks.tolist()
+    top_ids, top = output.top_ids.tolist(), output.top.tolist()
+    result: dict[int, list[list[TokenLogprob]]] = {}
+    for i, line in enumerate(output.rows):
+        entries = [TokenLogprob(token_ids[line], sampled[i], ranks[i])]
+        for rank in range(num_logprobs[line]):
+            if top_ids[i][rank] != token_ids[line]:
+                entries.append(TokenLogprob(top_ids[i][rank], top[i][rank], rank + 1))
+        result[line] = [entries]
+    return result

@@ -1,0 +1,230 @@
+"""The door: threads that parse, render, tokenize and check requests, then hand them to the engine.
+
+Nothing invalid passes, and nothing here runs on the engine's thread. A request leaves this room once:
+into the engine's inbox, or answered through the responder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trident_llm.core.errors import ErrorCode, RequestError, invalid
+from trident_llm.core.request import Request
+from trident_llm.core.sampling_params import SamplingParams, check_against_model
+from trident_llm.engine.loop import LEAVING, EngineLoop
+from trident_llm.serving.protocol import (
+    ParsedRequest,
+    RawRequest,
+    ResponseBuilder,
+    parse_request,
+)
+from trident_llm.serving.responder import RequestHandle, Responder, Tensors
+from trident_llm.text.chat import ChatTemplate
+from trident_llm.text.messages import ChatTemplateError
+from trident_llm.text.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger("trident")
+
+NUM_THREADS = 2
+_UNEXPECTED = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks at the door need of the loaded model."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int
+    max_num_seqs: int
+    max_logprobs: int
+    vocab_size: int
+    defaults: SamplingParams
+
+
+class Intake:
+    """A queue of raw requests and the threads that work it off.
+
+    Args:
+        stats: the snapshot that the ``stats`` control operation answers with.
+        seed: makes the seeds given to requests without one repeatable; None draws them at random.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        loop: EngineLoop,
+        responder: Responder,
+        *,
+        stats: Callable[[], dict[str, Any]],
+        seed: int | None = None,
+    ) -> None:
+        self._facts = facts
+        self._loop = loop
+        self._responder = responder
+        self._stats = stats
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._queue: queue.SimpleQueue[tuple[RequestHandle, RawRequest] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._run, name=f"trident-intake-{i}", daemon=True)
+            for i in range(NUM_THREADS)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Joins the threads, once what is queued is worked off."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def put(self, handle: RequestHandle, raw: RawRequest) -> None:
+        self._queue.put((handle, raw))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not looked at yet."""
+        return self._queue.qsize()
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            handle, raw = item
+            try:
+                self._take_in(handle, raw)
+            except RequestError as error:
+                self._responder.answer(handle, error)
+            except Exception:
+                logger.exception("a request could not be taken in")
+                self._responder.answer(handle, _UNEXPECTED)
+
+    def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
+        parsed = parse_request(raw, self._facts.defaults)
+        if parsed.control is not None:
+            self._responder.answer(handle, self._control(parsed.control))
+            return
+        prompt_ids = self._encode(parsed)
+        facts = self._facts
+        params = check_against_model(
+            parsed.params,
+            num_prompt_tokens=len(prompt_ids),
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            max_num_seqs=facts.max_num_seqs,
+            max_logprobs=facts.max_logprobs,
+        )
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        handle.builder = ResponseBuilder(parsed, self._piece)
+        handle.stream = parsed.stream
+        handle.stream_interval = params.stream_interval
+        request = Request(handle.request_id, prompt_ids, params, cache_salt=parsed.cache_salt)
+        self._loop.add(request, handle.arrival)
+        if handle.cancelled:
+            # The cancel may have been seen before the engine knew the request.
+            self._loop.abort(handle.request_id)
+
+    def _piece(self, token_id: int) -> str:
+        return self._facts.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _encode(self, parsed: ParsedRequest) -> list[int]:
+        """The prompt's token ids, at least one, all in the vocabulary."""
+        if parsed.chat is not None:
+            field, ids = "chat", self._encode_chat(parsed.chat)
+        elif parsed.prompt_text is not None:
+            field, ids = "text_input", self._encode_text(parsed.prompt_text)
+        else:
+            assert parsed.prompt_ids is not None
+            field, ids = "input_ids", parsed.prompt_ids
+            if any(not 0 <= token_id < self._facts.vocab_size for token_id in ids):
+                raise invalid(field, f"must hold ids from 0 to {self._facts.vocab_size - 1}")
+        if not ids:
+            raise invalid(field, "is empty: at least one token is needed")
+        return ids
+
+    def _check_length(self, field: str, num_chars: int) -> None:
+        """Refuses before encoding what cannot fit, since encoding megabytes takes seconds."""
+        most = self._facts.max_model_len * self._facts.tokenizer.max_chars_per_token
+        if num_chars > most:
+            raise invalid(field, f"is too long: it must have at most {most} characters")
+
+    def _encode_text(self, text: str) -> list[int]:
+        self._check_length("text_input", len(text))
+        try:
+            return self._facts.tokenizer.encode(text)
+        except TokenizerError as error:
+            raise invalid("text_input", str(error)) from None
+
+    def _encode_chat(self, chat: Any) -> list[int]:
+        template = self._facts.chat_template
+        if template is None:
+            raise invalid("chat", "cannot be used: this model has no chat template; send text_input")
+        tools = None if chat.get("tool_choice") == "none" else chat.get("tools")
+        continues = chat.get("continue_final_message", False)
+        try:
+            return template.encode(
+                self._facts.tokenizer,
+                chat["messages"],
+                tools=tools,
+                add_generation_prompt=chat.get("add_generation_prompt", not continues),
+                continue_final_message=continues,
+                template_kwargs=chat.get("chat_template_kwargs"),
+                max_chars=self._facts.max_model_len * self._facts.tokenizer.max_chars_per_token,
+            )
+        except (ChatTemplateError, TokenizerError) as error:
+            raise invalid("chat", str(error)) from None
+
+    def _control(self, control: dict[str, Any]) -> Tensors:
+        """The answer to a ``control`` input."""
+        operation = control.get("op")
+        if operation == "tokenize":
+            text = control.get("text")
+            if not isinstance(text, str):
+                raise invalid("control.text", "must be a string")
+            add_special_tokens = control.get("add_special_tokens", True)
+            if not isinstance(add_special_tokens, bool):
+                raise invalid("control.add_special_tokens", "must be true or false")
+            self._check_length("control.text", len(text))
+            try:
+                ids = self._facts.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            except TokenizerError as error:
+                raise invalid("control.text", str(error)) from None
+            answer: dict[str, Any] = {"token_ids": ids, "max_model_len": self._facts.max_model_len}
+        elif operation == "detokenize":
+            ids = control.get("token_ids")
+            if not isinstance(ids, list) or not all(type(item) is int for item in ids):
+                raise invalid("control.token_ids", "must be a list of token ids")
+            if len(ids) > self._facts.max_model_len:
+                raise invalid("control.token_ids", f"must hold at most {self._facts.max_model_len} ids")
+            if any(not 0 <= item < self._facts.vocab_size for item in ids):
+                raise invalid(
+                    "control.token_ids", f"must hold ids from 0 to {self._facts.vocab_size - 1}"
+                )
+            answer = {"text": self._facts.tokenizer.decode(ids, skip_special_tokens=False)}
+        elif operation == "stats":
+            answer = self._stats()
+        else:
+            raise invalid("control.op", "must be tokenize, detokenize or stats")
+        text_output = json.dumps(answer, ensure_ascii=False).encode()
+        return {"control_output": np.array([text_output], dtype=np.object_)}
+
+
+def refuse_leaving(responder: Responder, handle: RequestHandle) -> None:
+    """Answers a request that came while the server leaves."""
+    responder.answer(handle, LEAVING)

@@ -1,0 +1,63 @@
+"""Tells how far loading is: to the log, and to whoever started the server.
+
+``trident serve`` names a file in the environment; each event is one JSON line appended to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+logger = logging.getLogger("trident")
+
+ENVIRONMENT_VARIABLE = "TRIDENT_PROGRESS"
+
+
+class Progress:
+    """Phases of loading, one after another; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._path = os.environ.get(ENVIRONMENT_VARIABLE)
+        self._phase: str | None = None
+        self._began = 0.0
+
+    def begin(self, phase: str) -> None:
+        """Ends the phase before, if one runs, and begins ``phase``."""
+        self.end()
+        self._phase, self._began = phase, time.monotonic()
+        self._write({"event": "begin", "phase": phase})
+
+    def end(self) -> None:
+        """Ends the running phase."""
+        if self._phase is None:
+            return
+        seconds = time.monotonic() - self._began
+        logger.info("%s: %.2f s", self._phase, seconds)
+        self._write({"event": "end", "phase": self._phase, "seconds": round(seconds, 3)})
+        self._phase = None
+
+    def count(self, done: int, total: int) -> None:
+        """How much of the running phase is done."""
+        self._write({"event": "progress", "phase": self._phase, "done": done, "total": total})
+
+    def settings(self, text: str) -> None:
+        """The effective settings."""
+        logger.info("settings: %s", text)
+        self._write({"event": "settings", "text": text})
+
+    def warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._write({"event": "warning", "text": text})
+
+    def error(self, text: str) -> None:
+        """Why loading failed, in one sentence."""
+        logger.error("%s", text)
+        self._write({"event": "error", "text": text})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._path:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")

@@ -1,0 +1,363 @@
+"""The model's contract: tensors in, tensors out. Plain values and numpy, no Triton objects.
+
+The tables below are the contract, a superset of vllm_backend's; ``model_repository/llm/config.pbtxt``
+states the same for Triton, and a test holds the two equal. A request is read in two steps: what must
+be copied while Triton still owns the tensors (:class:`RawRequest`), and its meaning
+(:func:`parse_request`), where everything invalid is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trident_llm.core.errors import RequestError, invalid
+from trident_llm.core.messages import TokenLogprob
+from trident_llm.core.sampling_params import SamplingParams, parse_sampling_params
+from trident_llm.engine.output import RequestOutput, SequenceDelta
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of the contract; ``dims`` as in config.pbtxt."""
+
+    data_type: str
+    dims: list[int]
+
+
+_TEXT = TensorSpec("TYPE_STRING", [1])
+_FLAG = TensorSpec("TYPE_BOOL", [1])
+
+INPUTS: dict[str, TensorSpec] = {
+    "text_input": _TEXT,
+    "image": TensorSpec("TYPE_STRING", [-1]),
+    "stream": _FLAG,
+    "sampling_parameters": _TEXT,
+    "exclude_input_in_output": _FLAG,
+    "return_finish_reason": _FLAG,
+    "return_cumulative_logprob": _FLAG,
+    "return_logprobs": _FLAG,
+    "return_num_input_tokens": _FLAG,
+    "return_num_output_tokens": _FLAG,
+    "embedding_request": _TEXT,
+    "input_ids": TensorSpec("TYPE_INT32", [-1]),
+    "chat": _TEXT,
+    "control": _TEXT,
+    "cache_salt": _TEXT,
+    "return_token_ids": _FLAG,
+    "return_stop_reason": _FLAG,
+    "return_num_cached_tokens": _FLAG,
+    "return_perf_metrics": _FLAG,
+}
+
+OUTPUTS: dict[str, TensorSpec] = {
+    "text_output": TensorSpec("TYPE_STRING", [-1]),
+    "finish_reason": TensorSpec("TYPE_STRING", [-1]),
+    "cumulative_logprob": TensorSpec("TYPE_FP32", [-1]),
+    "logprobs": TensorSpec("TYPE_STRING", [-1]),
+    "num_input_tokens": TensorSpec("TYPE_UINT32", [1]),
+    "num_output_tokens": TensorSpec("TYPE_UINT32", [-1]),
+    "token_ids": TensorSpec("TYPE_INT32", [-1]),
+    "stop_reason": TensorSpec("TYPE_STRING", [-1]),
+    "num_cached_tokens": TensorSpec("TYPE_UINT32", [1]),
+    "perf_metrics": TensorSpec("TYPE_STRING", [1]),
+    "control_output": TensorSpec("TYPE_STRING", [1]),
+}
+
+MAX_MESSAGES = 2048
+MAX_JSON_DEPTH = 64
+MAX_SALT_CHARS = 256
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """A request's inputs, copied out of Triton's memory and not yet looked at."""
+
+    tensors: Mapping[str, Array]  # only the inputs that were sent
+    parameters: str  # JSON object of the request parameters, "" if there are none
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What a request asks for. Exactly one of prompt_text, prompt_ids, chat, control is set."""
+
+    prompt_text: str | None
+    prompt_ids: list[int] | None
+    chat: Mapping[str, Any] | None
+    control: Mapping[str, Any] | None
+    params: SamplingParams
+    stream: bool
+    echo: bool  # the prompt's text goes before the output
+    cache_salt: str
+    shows_logprobs: bool  # the caller asked sampling for them, not only for their sum
+    returns: frozenset[str]  # gated outputs that were asked for
+
+
+def _scalar(raw: RawRequest, name: str) -> Any:
+    """The single element of an input, or None if it was not sent."""
+    array = raw.tensors.get(name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise invalid(name, f"must hold exactly one element, not {array.size}")
+    return array.reshape(-1)[0]
+
+
+def _flag(raw: RawRequest, name: str) -> bool | None:
+    value = _scalar(raw, name)
+    return None if value is None else bool(value)
+
+
+def _text(raw: RawRequest, name: str) -> str | None:
+    value = _scalar(raw, name)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError:
+        raise invalid(name, "must be valid UTF-8") from None
+
+
+def _too_deep(value: Any, depth: int = MAX_JSON_DEPTH) -> bool:
+    if depth == 0:
+        return True
+    if isinstance(value, dict):
+        return any(_too_deep(item, depth - 1) for item in value.values())
+    if isinstance(value, list):
+        return any(_too_deep(item, depth - 1) for item in value)
+    return False
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def parse_json(name: str, text: str) -> Any:
+    """The JSON value in an input.
+
+    Raises:
+        RequestError: it is not JSON (NaN and Infinity are not), or nested too deep.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise invalid(name, "must be valid JSON") from None
+    if _too_deep(value):
+        raise invalid(name, f"must be nested at most {MAX_JSON_DEPTH - 1} levels deep")
+    return value
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    value = parse_json(name, text)
+    if not isinstance(value, dict):
+        raise invalid(name, "must be a JSON object")
+    return value
+
+
+def _sampling_params(
+    raw: RawRequest, defaults: SamplingParams
+) -> SamplingParams:
+    """From the ``sampling_parameters`` input; only without it from the request parameters."""
+    text = _text(raw, "sampling_parameters")
+    if text is not None and text.strip():
+        return parse_sampling_params(_json_object("sampling_parameters", text), defaults=defaults)
+    values = _json_object("parameters", raw.parameters) if raw.parameters else {}
+    return parse_sampling_params(values, defaults=defaults, ignore_unknown=True)
+
+
+def _prompt_ids(raw: RawRequest) -> list[int] | None:
+    array = raw.tensors.get("input_ids")
+    if array is None:
+        return None
+    if array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
+        raise invalid("input_ids", "must be one list of token ids")
+    return [int(item) for item in array.reshape(-1)]
+
+
+def _chat(raw: RawRequest) -> dict[str, Any] | None:
+    text = _text(raw, "chat")
+    if text is None:
+        return None
+    value = parse_json("chat", text)
+    chat = {"messages": value} if isinstance(value, list) else value
+    if not isinstance(chat, dict):
+        raise invalid("chat", 'must be a JSON object with "messages", or a list of messages')
+    known = {
+        "messages", "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt",
+        "continue_final_message",
+    }  # fmt: skip
+    for name in chat:
+        if name not in known:
+            raise invalid("chat", f"holds an unknown key; the keys are: {', '.join(sorted(known))}")
+    messages = chat.get("messages")
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise invalid("chat.messages", f"must be a list of 1 to {MAX_MESSAGES} messages")
+    if chat.get("tool_choice") not in (None, "auto", "none"):
+        raise invalid("chat.tool_choice", 'must be "auto" or "none"')
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in chat and not isinstance(chat[name], bool):
+            raise invalid(f"chat.{name}", "must be true or false")
+    return chat
+
+
+def _control(raw: RawRequest) -> dict[str, Any] | None:
+    text = _text(raw, "control")
+    return None if text is None else _json_object("control", text)
+
+
+def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
+    """What ``raw`` asks for.
+
+    Raises:
+        RequestError: INVALID_ARG naming the input at fault.
+    """
+    for name in ("image", "embedding_request"):
+        if name in raw.tensors and raw.tensors[name].size:
+            raise invalid(name, "is not supported: this model takes text and generates text")
+    text, ids, chat = _text(raw, "text_input"), _prompt_ids(raw), _chat(raw)
+    control = _control(raw)
+    given = [value for value in (text, ids, chat, control) if value is not None]
+    if chat is not None and text == "":
+        text = None  # clients that must send text_input send it empty beside a chat
+        given.remove("")
+    if len(given) != 1:
+        raise invalid(
+            "text_input", "exactly one of text_input, input_ids, chat and control must be given"
+        )
+    stream = bool(_flag(raw, "stream"))
+    exclude = _flag(raw, "exclude_input_in_output")
+    if stream and exclude is False:
+        raise invalid(
+            "exclude_input_in_output", "When streaming, `exclude_input_in_output` = False is not allowed."
+        )
+    salt = _text(raw, "cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARS:
+        raise invalid("cache_salt", f"must have at most {MAX_SALT_CHARS} characters")
+    params = SamplingParams() if control is not None else _sampling_params(raw, defaults)
+    returns = frozenset(
+        name for name in OUTPUTS if f"return_{name}" in INPUTS and _flag(raw, f"return_{name}")
+    )
+    shows_logprobs = params.logprobs is not None
+    if "cumulative_logprob" in returns and not shows_logprobs:
+        params = replace(params, logprobs=0)  # its sum needs the sampled tokens' own
+    return ParsedRequest(
+        prompt_text=text,
+        prompt_ids=ids,
+        chat=chat,
+        control=control,
+        params=params,
+        stream=stream,
+        echo=text is not None and not stream and not exclude,
+        cache_salt=salt,
+        shows_logprobs=shows_logprobs,
+        returns=returns,
+    )
+
+
+def _strings(values: list[str]) -> Array:
+    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
+
+
+def _logprobs_json(
+    delta: SequenceDelta, limit: int, piece: Callable[[int], str]
+) -> str:
+    """One sequence's log-probabilities: a list with an object per new token."""
+
+    def entry(logprob: TokenLogprob) -> dict[str, Any]:
+        return {
+            # JSON has no infinity: a token that was masked out has the floor.
+            "logprob": max(logprob.logprob, -9999.0),
+            "rank": logprob.rank,
+            "decoded_token": piece(logprob.token_id),
+        }
+
+    items = [
+        {str(item.token_id): entry(item) for item in token[: limit + 1]} for token in delta.logprobs
+    ]
+    return json.dumps(items)
+
+
+class ResponseBuilder:
+    """Turns one request's outputs into the tensors of its responses.
+
+    n > 1: every output has n elements, by index; a sequence without news has an empty text. Its state
+    (finish reasons, cumulative log-probabilities) is kept from response to response.
+    """
+
+    def __init__(self, parsed: ParsedRequest, piece: Callable[[int], str]) -> None:
+        self._parsed = parsed
+        self._piece = piece
+        n = parsed.params.n
+        self._finish: list[str] = ["None"] * n
+        self._stop: list[str] = ["None"] * n
+        self._cumulative = [0.0] * n
+        self.prompt_text = parsed.prompt_text if parsed.echo else ""
+
+    def tensors(self, output: RequestOutput) -> dict[str, Array]:
+        """The response's tensors by name."""
+        parsed, returns = self._parsed, self._parsed.returns
+        deltas = [
+            output.deltas.get(index) or SequenceDelta(index, cumulative_logprob=value)
+            for index, value in enumerate(self._cumulative)
+        ]
+        for delta in deltas:
+            self._cumulative[delta.index] = delta.cumulative_logprob
+            if delta.finish_reason is not None:
+                self._finish[delta.index] = delta.finish_reason.value
+                self._stop[delta.index] = json.dumps(delta.stop_reason, ensure_ascii=False)
+        prompt = self.prompt_text or ""
+        tensors = {"text_output": _strings([prompt + delta.text for delta in deltas])}
+        if "finish_reason" in returns:
+            tensors["finish_reason"] = _strings(self._finish)
+        if "stop_reason" in returns:
+            tensors["stop_reason"] = _strings(self._stop)
+        if "cumulative_logprob" in returns:
+            tensors["cumulative_logprob"] = np.array(self._cumulative, np.float32)
+        if "logprobs" in returns:
+            limit = parsed.params.logprobs or 0
+            tensors["logprobs"] = _strings(
+                [
+                    _logprobs_json(delta, limit, self._piece) if parsed.shows_logprobs else "null"
+                    for delta in deltas
+                ]
+            )
+        if "num_input_tokens" in returns:
+            tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.uint32)
+        if "num_output_tokens" in returns:
+            tensors["num_output_tokens"] = np.array([len(d.token_ids) for d in deltas], np.uint32)
+        if "token_ids" in returns:
+            tensors["token_ids"] = np.array([i for d in deltas for i in d.token_ids], np.int32)
+        if "num_cached_tokens" in returns:
+            tensors["num_cached_tokens"] = np.array([output.num_cached_tokens], np.uint32)
+        if "perf_metrics" in returns:
+            tensors["perf_metrics"] = _strings([_perf_json(output)])
+        return tensors
+
+
+def _perf_json(output: RequestOutput) -> str:
+    """Seconds from the request's arrival; null for what has not happened."""
+    times = output.times
+
+    def since_arrival(moment: float) -> float | None:
+        return round(moment - times.arrival, 6) if moment else None
+
+    return json.dumps(
+        {
+            "queue_seconds": since_arrival(times.first_scheduled),
+            "first_token_seconds": since_arrival(times.first_token),
+            "total_seconds": since_arrival(times.finished),
+        }
+    )
+
+
+def error_text(error: RequestError) -> str:
+    """The message that a client reads: code and field first."""
+    return str(error)

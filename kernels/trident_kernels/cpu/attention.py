@@ -1,0 +1,283 @@
+"""Paged attention on the CPU: prefill, chunk and decode in one call.
+
+    out[p] = sum_j softmax_j(scale * q[p] . k[j]) v[j],   p - window < j <= p
+
+Work: 4 * head_dim FLOPs per (query head, visible key). Traffic: a decode step reads every visible K
+and V element once per kv head; a prefill task of R rows reads it once for all R.
+
+Method: flash attention (Dao et al., 2022) over tiles of KEY_TILE keys at fixed multiples of
+KEY_TILE. A task is (sequence, kv head, tokens, keys); its rows are (token, head of the group), so
+one packed K and V tile serves the whole group. K is transposed and V interleaved into thread-local
+scratch, and both products run in registers (tile.py). Sequences with few rows are cut into tasks of
+SEGMENT keys, merged in order. Threads draw tasks from an atomic counter, long ones first.
+
+Invariants: tiles, segments and merge order follow from the sequence alone, so its bits do not
+depend on neighbours or on the number of threads. Only slots in [first visible key, seq_len) are
+read; everything else counts as zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from trident_kernels.cpu.attend import (
+    KEY_TILE,
+    LOWEST,
+    ROWS,
+    Shape,
+    lay_out,
+    run_task,
+    scratch_bytes,
+)
+from trident_kernels.cpu.jit import device, kernel
+from trident_kernels.cpu.simd import (
+    LANES,
+    Ptr,
+    as_bf16,
+    as_f32,
+    as_i32,
+    as_i64,
+    exp2,
+    fetch_add,
+    first_lane,
+    fma,
+    load16,
+    mul,
+    native_bf16_dot,
+    splat,
+    store16,
+)
+
+SEGMENT = 256  # keys per task of a sequence with few rows; a multiple of KEY_TILE
+SPLIT_ROWS = 32  # up to this many rows (or a single token) a sequence is cut into segments
+FIELDS = 8  # int64 per task: seq, kv head, token, tokens, first key, end of keys, segments, partial
+NO_WINDOW = 1 << 40
+LOG2_E = 1.4426950408889634
+# Where there is no bfloat16 dot product, bfloat16 K, V and weights are packed as float32.
+as_packed_bf16 = as_bf16 if native_bf16_dot() else as_f32
+
+
+@device
+def _span(tables: Any, seq: int, shape: Shape) -> tuple[int, int, int, int, bool]:
+    """(query tokens, context, first key (a multiple of KEY_TILE), keys, cut into segments?)."""
+    _, cu_seqlens_q, seq_lens = tables
+    tokens = np.int64(cu_seqlens_q[seq + 1]) - np.int64(cu_seqlens_q[seq])
+    keys = np.int64(seq_lens[seq])
+    context = keys - tokens
+    split = tokens == 1 or tokens * shape.group <= SPLIT_ROWS
+    unit = SEGMENT if split else KEY_TILE
+    first = max(0, context + 1 - shape.window) // unit * unit
+    return tokens, context, first, keys, split
+
+
+@device
+def _plan(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
+    """All tasks (int64 [n, FIELDS]), long ones first, and the floats their partial results need."""
+    step = max(1, ROWS // shape.group)
+    total = 0
+    for seq in range(n_seqs):
+        tokens, _, first, keys, split = _span(tables, seq, shape)
+        per_head = (keys - first + SEGMENT - 1) // SEGMENT if split else (tokens + step - 1) // step
+        total += per_head * shape.kv_heads if tokens > 0 else 0
+    tasks = np.empty((total, FIELDS), np.int64)
+    n = 0
+    partial = 0
+    for want_split in range(2):
+        for seq in range(n_seqs):
+            tokens, context, first, keys, split = _span(tables, seq, shape)
+            if tokens == 0 or split != (want_split == 1):
+                continue
+            segments = (keys - first + SEGMENT - 1) // SEGMENT if split else 1
+            # Later tokens see more keys, so their tiles go first.
+            for token in range((tokens - 1) // step * step, -1, -step):
+                count = min(step, tokens - token)
+                low = max(0, context + token + 1 - shape.window) // KEY_TILE * KEY_TILE
+                for head in range(shape.kv_heads):
+                    for s in range(segments):
+                        key_lo = first + s * SEGMENT if split else low
+                        key_hi = min(key_lo + SEGMENT, keys) if split else context + token + count
+                        task = (seq, head, token, count, key_lo, key_hi, segments, partial)
+                        for f in range(FIELDS):
+                            tasks[n, f] = task[f]
+                        n += 1
+                        if segments > 1:
+                            partial += count * shape.group * (shape.head_dim + 2)
+    return tasks[:n], partial
+
+
+@device
+def _merge(tasks: Any, out: Ptr, cu_seqlens_q: Ptr, partials: Ptr, shape: Shape) -> None:
+    """Combine the partial results of each segmented (sequence, kv head), in segment order."""
+    head_dim = shape.head_dim
+    i = 0
+    while i < len(tasks):
+        segments, rows = tasks[i, 6], tasks[i, 3] * shape.group
+        if segments == 1:
+            i += 1
+            continue
+        base, size = tasks[i, 7], rows * (head_dim + 2)
+        start = np.int64(cu_seqlens_q[tasks[i, 0]]) + tasks[i, 2]
+        for row in range(rows):
+            at_max, at_sum = base + rows * head_dim + row, base + rows * (head_dim + 1) + row
+            top = np.float32(LOWEST)
+            for s in range(segments):
+                top = max(top, partials[at_max + s * size])
+            total = splat(np.float32(0.0))
+            for s in range(segments):
+                weight = exp2(splat(partials[at_max + s * size] - top))
+                partials[at_max + s * size] = first_lane(weight)
+                total = fma(weight, splat(partials[at_sum + s * size]), total)
+            inverse = splat(np.float32(1.0) / first_lane(total))
+            token, g = row // shape.group, row % shape.group
+            query_head = tasks[i, 1] * shape.group + g
+            at = ((start + token) * shape.kv_heads * shape.group + query_head) * head_dim
+            for d in range(0, head_dim, LANES):
+                acc = splat(np.float32(0.0))
+                for s in range(segments):
+                    part = load16(partials, base + s * size + row * head_dim + d)
+                    acc = fma(part, splat(partials[at_max + s * size]), acc)
+                store16(out, at + d, mul(acc, inverse))
+        i += segments
+
+
+@device
+def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> None:
+    memory = np.empty(scratch_bytes(shape), np.uint8)
+    scratch = lay_out(memory.ctypes.data, shape)
+    zeros = as_f32(scratch.zeros)
+    for d in range(0, shape.head_dim, LANES):
+        store16(zeros, d, splat(np.float32(0.0)))
+    while True:
+        i = fetch_add(as_i64(counter))
+        if i >= len(tasks):
+            break
+        t = tasks[i]
+        task = (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7])
+        run_task(task, data, tables, scratch, shape)
+    memory[0] = 0  # the last use: Numba would free the scratch after the last one it sees
+
+
+@device
+def _work(mode: int, pointers: Any, counter: int, tasks: Any, partials: int, shape: Shape) -> None:
+    """Run tasks until none is left. mode: 0 float32, 1 bfloat16, 2 bfloat16 packed as float32."""
+    q, k, v, out, block_tables, cu_seqlens_q, seq_lens = pointers
+    tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
+    part = as_f32(partials)
+    if mode == 0:
+        f32 = (as_f32(q), as_f32(k), as_f32(v), as_f32(out), as_f32(q), 4, k, v, part)
+        _worker(counter, tasks, f32, tables, shape)
+    elif mode == 1:
+        bf16 = (as_bf16(q), as_bf16(k), as_bf16(v), as_bf16(out), as_packed_bf16(q), 2, k, v, part)
+        _worker(counter, tasks, bf16, tables, shape)
+    else:
+        wide = (as_bf16(q), as_bf16(k), as_bf16(v), as_bf16(out), as_f32(q), 2, k, v, part)
+        _worker(counter, tasks, wide, tables, shape)
+
+
+@device
+def _finish(
+    mode: int, out: int, cu_seqlens_q: int, tasks: Any, partials: int, shape: Shape
+) -> None:
+    if mode == 0:
+        _merge(tasks, as_f32(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
+    else:
+        _merge(tasks, as_bf16(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
+
+
+@kernel(parallel_from=1 << 19)
+def _paged_attention(
+    mode: int,
+    threads: int,
+    q: int,
+    k: int,
+    v: int,
+    out: int,
+    block_tables: int,
+    cu_seqlens_q: int,
+    seq_lens: int,
+    n_seqs: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    q_stride: int,
+    block_size: int,
+    block_stride: int,
+    head_stride: int,
+    slot_stride: int,
+    table_stride: int,
+    window: int,
+    scale: float,
+) -> None:
+    """Addresses, sizes, strides in elements; scale is softmax_scale * log2(e)."""
+    shape = Shape(
+        kv_heads,
+        group,
+        head_dim,
+        q_stride,
+        block_size,
+        block_stride,
+        head_stride,
+        slot_stride,
+        table_stride,
+        window,
+        scale,
+    )
+    tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
+    tasks, floats = _plan(tables, n_seqs, shape)
+    partials = np.empty(floats + 1, np.float32)
+    counter = np.zeros(1, np.int64)
+    pointers = (q, k, v, out, block_tables, cu_seqlens_q, seq_lens)
+    counter_at, partials_at = counter.ctypes.data, partials.ctypes.data
+    for _ in numba.prange(threads):
+        _work(mode, pointers, counter_at, tasks, partials_at, shape)
+    if floats > 0:
+        _finish(mode, out, cu_seqlens_q, tasks, partials_at, shape)
+    counter[0] = 0  # last uses: keep both alive until here
+    partials[0] = 0.0
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    softmax_scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    tokens, heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    block_stride, head_stride, slot_stride, _ = k_cache.stride()
+    _paged_attention(
+        tokens * heads * head_dim * max_seq_len,
+        1 if q.dtype is torch.bfloat16 else 0,
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        block_tables.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        seq_lens.data_ptr(),
+        seq_lens.shape[0],
+        kv_heads,
+        heads // kv_heads,
+        head_dim,
+        heads * head_dim,
+        block_size,
+        block_stride,
+        head_stride,
+        slot_stride,
+        block_tables.stride(0),
+        NO_WINDOW if sliding_window is None else sliding_window,
+        softmax_scale * LOG2_E,
+    )
+    return out

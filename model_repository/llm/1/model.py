@@ -1,0 +1,3 @@
+from trident_llm.serving.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from typing import Any
+
+from tests.core.fake_device import FakeDevice, solo_ids
+from trident_llm.core.config import SchedulerConfig
+from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult
+from trident_llm.core.request import FinishReason, Request, RequestStatus
+from trident_llm.core.sampling_params import SamplingParams
+from trident_llm.core.scheduler import MAX_OVERTAKEN, Scheduler
+
+
+def make(**changes: Any) -> Scheduler:
+    values: dict[str, Any] = {
+        "num_blocks": 33,
+        "block_size": 4,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "max_waiting": 100,
+    }
+    return Scheduler(SchedulerConfig(**{**values, **changes}))
+
+
+def request(name: str, prompt: list[int], **params: Any) -> Request:
+    values: dict[str, Any] = {"max_tokens": 4, "seed": 0, "ignore_eos": True, **params}
+    salt = values.pop("salt", "")
+    return Request(name, prompt, SamplingParams(**values), cache_salt=salt)
+
+
+def answer(scheduler: Scheduler, output: SchedulerOutput, token: int = 7) -> None:
+    rows = [SampledRow([token]) for _ in output.sampled_rows]
+    scheduler.update(StepResult(output.step, rows))
+
+
+def tokens_by_row(output: SchedulerOutput) -> dict[int, int]:
+    return {scheduled.row: scheduled.num_tokens for scheduled in output.scheduled_rows}
+
+
+def run(scheduler: Scheduler, device: FakeDevice) -> list[SchedulerOutput]:
+    outputs = []
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        assert output is not None
+        outputs.append(output)
+        scheduler.update(device.launch(output))
+    return outputs
+
+
+def test_a_decode_token_and_a_prefill_chunk_share_a_step() -> None:
+    scheduler = make()
+    scheduler.add(request("a", [1, 2, 3]))
+    output = scheduler.schedule()
+    assert output is not None
+    answer(scheduler, output)
+    scheduler.add(request("b", list(range(40))))
+    output = scheduler.schedule()
+    assert output is not None
+    assert sorted(tokens_by_row(output).values()) == [1, 15]
+
+
+def test_decodes_come_first_and_a_long_prompt_leaves_a_share_to_others() -> None:
+    scheduler = make()
+    scheduler.add(request("long", list(range(100))))
+    scheduler.add(request("short", [9, 8, 7]))
+    output = scheduler.schedule()
+    assert output is not None
+    assert list(tokens_by_row(output).values()) == [8, 3]
+    answer(scheduler, output)
+    output = scheduler.schedule()
+    assert output is not None
+    # The short one decodes already, ahead of the long one's next chunk.
+    assert list(tokens_by_row(output).values()) == [1, 15]
+
+
+def test_cached_tokens_are_not_computed_again() -> None:
+    scheduler = make()
+    device = FakeDevice(scheduler.config)
+    prompt = [1, 2, 0, 1] * 4
+    scheduler.add(request("a", prompt))
+    run(scheduler, device)
+    computed = device.computed_tokens
+    again = request("b", [*prompt, 2])
+    scheduler.add(again)
+    run(scheduler, device)
+    assert again.sequences[0].num_cached_tokens == 16
+    assert device.computed_tokens - computed == 1 + 3  # the new token, and 3 fed back
+
+
+def test_a_whole_prompt_in_the_cache_leaves_one_block_to_compute() -> None:
+    scheduler = make()
+    device = FakeDevice(scheduler.config)
+    for name in ("a", "b"):
+        last = request(name, [1, 2, 0, 1] * 2)
+        scheduler.add(last)
+        run(scheduler, device)
+    assert last.sequences[0].num_cached_tokens == 4
+
+
+def test_equal_prompts_of_one_step_share_blocks_while_they_are_written() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    device = FakeDevice(scheduler.config)
+    prompt = [1, 2, 0, 1] * 4
+    requests = [request(str(i), [*prompt, i % 3]) for i in range(3)]
+    for item in requests:
+        scheduler.add(item)
+    output = scheduler.schedule()
+    assert output is not None
+    assert list(tokens_by_row(output).values()) == [17, 1, 1]
+    scheduler.update(device.launch(output))
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    scheduler = make()
+    device = FakeDevice(scheduler.config)
+    for salt, hit in (("", 0), ("x", 0), ("x", 8)):
+        item = request(f"{salt}{hit}", [1, 2, 0, 1] * 2 + [1], salt=salt)
+        scheduler.add(item)
+        run(scheduler, device)
+        assert item.sequences[0].num_cached_tokens == hit
+
+
+def test_n_computes_the_prompt_once_and_holds_its_full_blocks_once() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    device = FakeDevice(scheduler.config)
+    prompt = [1, 2, 0] * 6  # 18 tokens: 4 full blocks and a partial one
+    item = request("a", prompt, n=6, seed=5, max_tokens=3)
+    scheduler.add(item)
+    output = scheduler.schedule()
+    assert output is not None
+    assert output.num_tokens == 18
+    assert len(output.forks) == 5
+    assert scheduler.pool.num_held == 5
+    scheduler.update(device.launch(output))
+    output = scheduler.schedule()
+    assert output is not None
+    assert len(output.block_copies) == 5  # the last owner writes in place
+    assert scheduler.pool.num_held == 4 + 6
+    scheduler.update(device.launch(output))
+    run(scheduler, device)
+    for seq in item.sequences:
+        assert seq.token_ids[18:] == solo_ids(prompt, 5, seq.index, 3, device.vocab)
+    assert scheduler.pool.num_held == 0
+
+
+def test_blocks_run_out_and_every_sequence_still_gets_its_own_tokens() -> None:
+    scheduler = make(num_blocks=8, max_model_len=28)
+    device = FakeDevice(scheduler.config)
+    requests = [request(str(i), [i % 3, 1, 2], max_tokens=20, seed=i) for i in range(4)]
+    for item in requests:
+        scheduler.add(item)
+    run(scheduler, device)
+    assert scheduler.stats.num_preemptions > 0
+    assert scheduler.stats.recomputed_tokens > 0
+    for i, item in enumerate(requests):
+        ids = item.sequences[0].token_ids[3:]
+        assert ids == solo_ids(item.prompt_token_ids, i, 0, 20, device.vocab)
+
+
+def test_one_that_does_not_fit_is_overtaken_a_bounded_number_of_times() -> None:
+    scheduler = make(num_blocks=17, max_model_len=64, enable_prefix_caching=False)
+    scheduler.add(request("holder", [1] * 32, max_tokens=30))
+    for _ in range(2):
+        output = scheduler.schedule()
+        assert output is not None
+        answer(scheduler, output)
+    big = request("big", [1] * 40, max_tokens=1)
+    scheduler.add(big)
+    overtaking = 0
+    while big.sequences[0].status is RequestStatus.WAITING:
+        scheduler.add(request(f"small {output.step}", [1], max_tokens=1))
+        output = scheduler.schedule()
+        assert output is not None
+        if big.sequences[0].status is RequestStatus.WAITING:
+            overtaking += len(output.new_rows)
+        answer(scheduler, output)
+    assert overtaking == MAX_OVERTAKEN
+
+
+def test_ends_and_their_reasons() -> None:
+    config = {"eos_token_ids": frozenset({2})}
+    for params, token, reason, stop in (
+        ({"ignore_eos": False}, 2, FinishReason.STOP, None),
+        ({"ignore_eos": True, "max_tokens": 1}, 2, FinishReason.LENGTH, None),
+        ({"stop_token_ids": (5,)}, 5, FinishReason.STOP, 5),
+        ({"max_tokens": 1}, 3, FinishReason.LENGTH, None),
+    ):
+        scheduler = make(**config)
+        item = request("a", [1], **params)
+        scheduler.add(item)
+        output = scheduler.schedule()
+        assert output is not None
+        answer(scheduler, output, token)
+        seq = item.sequences[0]
+        assert (seq.finish_reason, seq.stop_reason) == (reason, stop)
+        assert scheduler.pool.num_held == 0
+
+
+def test_an_end_token_before_min_tokens_does_not_end() -> None:
+    scheduler = make(eos_token_ids=frozenset({2}))
+    item = request("a", [1], ignore_eos=False, min_tokens=2, max_tokens=8)
+    scheduler.add(item)
+    for expected in (None, FinishReason.STOP):
+        output = scheduler.schedule()
+        assert output is not None
+        answer(scheduler, output, 2)
+        assert item.sequences[0].finish_reason is expected
+
+
+def test_a_row_that_failed_ends_and_leaves_nothing_cached() -> None:
+    scheduler = make()
+    item = request("a", [1, 2, 0, 1] * 2 + [1])
+    scheduler.add(item)
+    output = scheduler.schedule()
+    assert output is not None
+    assert scheduler.pool.num_cached == 2
+    scheduler.update(StepResult(output.step, [SampledRow([0], failed=True)]))
+    assert item.sequences[0].finish_reason is FinishReason.ERROR
+    assert scheduler.pool.num_cached == 0
+    assert scheduler.pool.num_held == 0
+
+
+def test_a_lost_step_ends_its_requests_and_forgets_its_blocks() -> None:
+    scheduler = make()
+    item = request("a", [1, 2, 0, 1] * 2 + [1])
+    scheduler.add(item)
+    scheduler.add(request("later", [5] * 40))
+    scheduler.schedule()
+    lost = scheduler.fail_in_flight()
+    assert item in lost
+    assert scheduler.pool.num_cached == 0
+    assert scheduler.pool.num_held == 0
+    assert scheduler.check_integrity() == []
+
+
+def test_abort_in_every_state() -> None:
+    scheduler = make(max_num_seqs=2)
+    queued = request("queued", [1] * 4)
+    chunked = request("chunked", [1] * 60)
+    parent = request("parent", [2] * 6, n=2)
+    for item in (chunked, parent, queued):
+        scheduler.add(item)
+    output = scheduler.schedule()
+    assert output is not None
+    for item in (queued, chunked, parent, chunked):
+        scheduler.abort(item)
+    answer(scheduler, output)
+    assert all(item.finished for item in (queued, chunked, parent))
+    assert not scheduler.has_work
+    assert scheduler.check_integrity() == []
+    assert scheduler.pool.num_held == 0
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler = make(scheduling_policy="priority", max_num_seqs=1)
+    low, high = request("low", [1], priority=5), request("high", [2], priority=-1)
+    scheduler.add(low)
+    scheduler.add(high)
+    assert scheduler.schedule() is not None
+    assert high.sequences[0].status is RequestStatus.RUNNING
+    assert low.sequences[0].status is RequestStatus.WAITING
