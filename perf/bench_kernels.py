@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-import trident_kernels as ops
 from torch import Tensor
+
+import trident_kernels as ops
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ class AsyncStream:
     ) -> None:
         self.cancel()
 
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # the event loop is closed, and with it the request
+            self.cancel()
+
     def cancel(self) -> None:
         """Cancel the request; any number of times, harmless after the end."""
         self._call.cancel()

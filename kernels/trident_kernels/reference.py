@@ -60,7 +60,7 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Split, normalise per head if given weights, rotate q and k, write k and v; returns q."""
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     angles = cos_sin[positions]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from trident_client import Client, RetryPolicy
 
 from .fake_server import FakeServer

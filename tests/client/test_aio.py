@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+
 from trident_client import (
     AsyncClient,
     AsyncStream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from trident_client import TLS, InvalidArgument, Keepalive, RetryPolicy
 from trident_client._channel import Settings
 

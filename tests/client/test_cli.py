@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from trident_client.bench import percentiles
 from trident_client.cli import main
 

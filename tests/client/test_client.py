@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from trident_client import (
     TLS,
     Cancelled,

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 
 import pytest
+
 import trident_client
 from trident_client import AsyncClient, Client
 

@@ -6,6 +6,7 @@ import re
 
 import grpc
 import pytest
+
 from trident_client import errors
 from trident_client.errors import TridentError, from_status, from_text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from trident_client import InvalidArgument, ModelInfo, ServerError, UnsupportedFeature, _request
 from trident_client.wire import Response
 

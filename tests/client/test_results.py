@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+
 from trident_client import Delta, Result, ServerError
 from trident_client.results import Collector
 from trident_client.wire import parse_response

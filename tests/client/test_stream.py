@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+
 from trident_client._channel import RetryPolicy, Settings
 from trident_client._stream import Exchange
 from trident_client.errors import (

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+
 from trident_client.errors import InvalidArgument, ServerError
 from trident_client.wire import INPUTS, OUTPUTS, build_request, decode, encode, parse_response
 

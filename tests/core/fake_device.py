@@ -69,7 +69,7 @@ class FakeDevice:
         written: set[int] = set()
         for scheduled in output.scheduled_rows:  # every KV is written before any token attends
             row = self.rows[scheduled.row]
-            assert 0 < scheduled.num_tokens
+            assert scheduled.num_tokens > 0
             for position in range(row.num_computed, row.num_computed + scheduled.num_tokens):
                 slot = row.table[position // size] * size + position % size
                 assert slot >= size, "the reserved block is written"

@@ -164,4 +164,6 @@ def test_a_models_defaults_are_overridden_by_explicit_values() -> None:
     assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.6, 20, 16)
     params = parse_sampling_params({"temperature": 0.1}, defaults=defaults)
     assert (params.temperature, params.top_k) == (0.1, 20)
-    assert defaults_from_generation_config({"do_sample": False, "temperature": 0.6}).temperature == 1
+    assert (
+        defaults_from_generation_config({"do_sample": False, "temperature": 0.6}).temperature == 1
+    )

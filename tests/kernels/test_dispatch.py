@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 import trident_kernels as ops
 from trident_kernels import reference
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import trident_kernels as ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+import trident_kernels as ops
 from trident_kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16]

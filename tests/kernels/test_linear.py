@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import trident_kernels as ops
 from torch.nn import functional
+
+import trident_kernels as ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

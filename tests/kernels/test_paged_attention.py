@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-import trident_kernels as ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from trident_kernels import reference
 
+import trident_kernels as ops
 from tests.kernels.batches import PagedBatch, error_scale, make_batch
+from trident_kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_cpu_kernels = pytest.mark.skipif(not ops.HAS_CPU_KERNELS, reason="numba is not installed")
@@ -124,25 +126,38 @@ def test_long_chunks_do_not_change_a_bit() -> None:
 
 
 @needs_cpu_kernels
-def test_serial_parallel_and_widened_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads change no bit; CPUs without bfloat16 products take the widened mode."""
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from trident_kernels.cpu import attention
-    from trident_kernels.cpu.jit import Kernel
 
+    batch = make_batch([1, 90, 1], [900, 200, 3], (6, 2), 80, 16, dtype, seed=3)
+    kernel = attention._paged_attention
+    monkeypatch.setattr(attention, "_paged_attention", replace(kernel, parallel_from=0))
+    parallel = ops.paged_attention(*batch.arguments(), 0.11)
+    monkeypatch.setattr(attention, "_paged_attention", replace(kernel, parallel_from=1 << 60))
+    assert torch.equal(ops.paged_attention(*batch.arguments(), 0.11), parallel)
+
+
+@needs_cpu_kernels
+def test_kernel_without_bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs without the instruction widen bfloat16 to float32: the same module, told it is absent."""
+    from trident_kernels.cpu import attention, jit, simd
+
+    if jit.CACHE_FOLDER is not None:
+        # Only what is compiled differs, not the source: its code is kept in a folder of its own.
+        monkeypatch.setattr(jit, "CACHE_FOLDER", jit.CACHE_FOLDER / "widened")
+    monkeypatch.setattr(simd, "native_bf16_dot", lambda: False)
+    assert attention.__file__ is not None
+    spec = importlib.util.spec_from_file_location("widened_attention", attention.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    widened = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(widened)
+    monkeypatch.setitem(sys.modules, "widened_attention", widened)
     batch = make_batch([1, 90, 1], [900, 200, 3], (6, 2), 80, 16, torch.bfloat16, seed=3)
-    whole = attention._paged_attention
-    results = []
-    for mode, work in ((1, 0), (1, whole.parallel_from), (2, 0), (2, whole.parallel_from)):
-
-        def run(_: int, __: int, *args: float, mode: int = mode, work: int = work) -> None:
-            whole(work, mode, *args)
-
-        monkeypatch.setattr(attention, "_paged_attention", run)
-        results.append(ops.paged_attention(*batch.arguments(), 0.11))
-    assert isinstance(whole, Kernel)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[2], results[3])
-    check(results[2], reference.paged_attention(*batch.arguments(), 0.11), torch.bfloat16)
+    *tensors, _, longest = batch.arguments()
+    actual = widened.paged_attention(*tensors, longest, 0.11, None)
+    check(actual, reference.paged_attention(*batch.arguments(), 0.11), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

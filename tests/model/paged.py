@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
 from trident_llm.model.batch import Batch
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache

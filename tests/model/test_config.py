@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+
 from trident_llm.model.config import (
     ModelConfig,
     ModelConfigError,
@@ -176,6 +177,10 @@ def test_dtype_spellings(keys: dict[str, str], dtype: str) -> None:
             r"rope_scaling\.high_freq_factor: required",
         ),
         ({**LLAMA, "rope_scaling": {**YARN, "truncate": "no"}}, "truncate"),
+        (
+            {**LLAMA, "rope_scaling": {**YARN, "original_max_position_embeddings": "512"}},
+            "original_max_position_embeddings: must be an integer",
+        ),
         ({**LLAMA, "rope_parameters": {"full_attention": {}}}, "differs per layer"),
         ({**LLAMA, "rope_theta": 1}, "rope_theta: must be above 1"),
         ({**LLAMA, "partial_rotary_factor": 0.01}, "partial_rotary_factor"),

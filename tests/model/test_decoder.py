@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paged import PagedRun, Sequence
+
+from tests.model.paged import PagedRun, Sequence
 from trident_llm.model.config import ModelConfig, ModelConfigError
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.rope import inverse_frequencies

@@ -13,7 +13,8 @@ import torch
 import transformers
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from gguf.constants import RopeScalingType
-from paged import PagedRun, Sequence
+
+from tests.model.paged import PagedRun, Sequence
 from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.gguf import GgufCheckpoint, GgufError, GgufFile, config_dict

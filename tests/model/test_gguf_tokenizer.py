@@ -10,6 +10,7 @@ import pytest
 import transformers
 from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
 from trident_llm.model.gguf import GgufError, GgufFile
 from trident_llm.model.gguf_tokenizer import build_tokenizer, write_tokenizer
 

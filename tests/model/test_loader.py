@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import trident_kernels as ops
-from paged import PagedRun, Sequence
 from safetensors.torch import save_file
+
+import trident_kernels as ops
+from tests.model.paged import PagedRun, Sequence
 from trident_llm.model.config import ModelConfig, expected_tensors
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.loader import ModelLoadError, load_weights

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken
+
 from trident_llm.text.chat import ChatTemplate, ChatTemplateError
 from trident_llm.text.literals import LiteralMask
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError

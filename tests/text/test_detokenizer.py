@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
+
 from trident_llm.text.detokenizer import Detokenizer
 from trident_llm.text.pieces import CHAR_OF_BYTE, read_byte_rules
 from trident_llm.text.tokenizer import SpecialTokenNames, Tokenizer

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
+
 from trident_llm.text.tokenizer import SpecialTokenNames, Tokenizer, TokenizerError
 
 from .tokenizer_builders import (

@@ -28,6 +28,10 @@ _KILL_SECONDS = 10
 _PROGRESS_VARIABLE = "TRIDENT_PROGRESS"
 _STUB_NAME = "(triton_python_b"  # as /proc shows it: 15 characters
 _ERROR_LINE = re.compile(r"E\d{4} [\d:.]+ \d+ \S+?:\d+\] (.*)")
+_IDLE_LINE = re.compile(
+    r"[|+]|I\d{4} |Error: Failed to initialize NVML|W\d{4} .*(DCGM|CUDA driver)"
+)
+_LINE_WIDTH = 400
 _BOILERPLATE = re.compile(
     r"failed to load model '[^']*'|failed to load '.*?: |Internal: |TritonModelException: |^\"|\"$"
 )
@@ -42,6 +46,7 @@ class ServerSettings:
     metrics_port: int
     model_control_mode: str
     repository: Path
+    complete_config: bool  # every config.pbtxt in the repository is complete
     run_directory: Path
     log_file: Path
     drain_seconds: float
@@ -155,6 +160,8 @@ def server_command(server: TritonServer, settings: ServerSettings) -> list[str]:
     ]
     if settings.model_control_mode == "explicit":
         command.append("--load-model=*")
+    if settings.complete_config:  # else Triton asks the model, in a process of its own
+        command.append("--disable-auto-complete-config")
     if server.backend_directory is not None:
         command.append(f"--backend-directory={server.backend_directory}")
     return command
@@ -175,6 +182,6 @@ def reason_in_log(lines: list[str]) -> str | None:
 
 
 def log_tail(lines: list[str], count: int = 12) -> list[str]:
-    """The last lines that tell something: no tables, no empty ones."""
-    telling = [line for line in lines if line.strip() and line[0] not in "|+"]
-    return telling[-count:]
+    """The last lines that tell something: no tables, nothing of what merely informs."""
+    telling = [line for line in lines if line.strip() and not _IDLE_LINE.match(line)]
+    return [line[:_LINE_WIDTH] for line in telling[-count:]]

@@ -88,6 +88,13 @@ def _own_packages() -> list[Path]:
     ]
 
 
+def _is_installed() -> bool:
+    """Whether every Python of this environment finds our packages by itself."""
+    # Asked of the folders, since in a checkout the metadata that lies around there comes first.
+    folders = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    return any(True for folder in folders for _ in folder.glob("trident_llm-*.dist-info"))
+
+
 def _environment(root: Path) -> dict[str, str]:
     """Our environment, with the paths by which server and stub find libraries and packages.
 
@@ -124,8 +131,9 @@ def _lay_out_backend(shared: Path, stubs: Path, target: Path) -> Path:
             "make the virtual environment with one of these"
         )
     target.mkdir(parents=True)
-    # The stub searches this folder last, so our packages are found even if they are not installed.
-    for source in (*(shared / name for name in _SHARED_FILES), stub, *_own_packages()):
+    # The stub searches this folder too, so our packages are found even if they are not installed.
+    packages = [] if _is_installed() else _own_packages()
+    for source in (*(shared / name for name in _SHARED_FILES), stub, *packages):
         (target / source.name).symlink_to(source)
     return target / _STUB
 

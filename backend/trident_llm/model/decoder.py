@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-import trident_kernels as ops
 
+import trident_kernels as ops
 from trident_llm.model import rope
 from trident_llm.model.batch import Batch
 from trident_llm.model.config import ModelConfig, ModelConfigError

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import trident_kernels as ops
 from safetensors import SafetensorError, safe_open
 
+import trident_kernels as ops
 from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
 from trident_llm.model.gguf import GgufCheckpoint, GgufFile, find_gguf
 

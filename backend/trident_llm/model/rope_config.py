@@ -70,13 +70,12 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int) -> R
         original = values.get("original_max_position_embeddings") or max_positions
         # Some models write it beside the dictionary, and there it wins.
         original = config.get("original_max_position_embeddings") or original
+        original = to_integer("original_max_position_embeddings", original, 1)
     return RopeConfig(
         rope_type=cast(RopeType, kind),
         theta=theta,
         rotary_dim=rotary_dim,
-        original_max_position_embeddings=to_integer(
-            "original_max_position_embeddings", original, 1
-        ),
+        original_max_position_embeddings=original,
         **_rope_parameters(values, kind, max_positions / original),
     )
 

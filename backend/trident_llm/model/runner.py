@@ -54,9 +54,7 @@ class ModelRunner:
         self._token_ids = torch.zeros(
             (rows, config.max_model_len), dtype=torch.int64, device=self.device
         )
-        self._block_tables = torch.zeros(
-            (rows, max_blocks), dtype=torch.int32, device=self.device
-        )
+        self._block_tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=self.device)
         self._num_tokens = np.zeros(rows, np.int64)  # known or sampled
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)

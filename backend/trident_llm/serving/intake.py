@@ -174,7 +174,9 @@ class Intake:
     def _encode_chat(self, chat: Any) -> list[int]:
         template = self._facts.chat_template
         if template is None:
-            raise invalid("chat", "cannot be used: this model has no chat template; send text_input")
+            raise invalid(
+                "chat", "cannot be used: this model has no chat template; send text_input"
+            )
         tools = None if chat.get("tool_choice") == "none" else chat.get("tools")
         continues = chat.get("continue_final_message", False)
         try:
@@ -211,7 +213,9 @@ class Intake:
             if not isinstance(ids, list) or not all(type(item) is int for item in ids):
                 raise invalid("control.token_ids", "must be a list of token ids")
             if len(ids) > self._facts.max_model_len:
-                raise invalid("control.token_ids", f"must hold at most {self._facts.max_model_len} ids")
+                raise invalid(
+                    "control.token_ids", f"must hold at most {self._facts.max_model_len} ids"
+                )
             if any(not 0 <= item < self._facts.vocab_size for item in ids):
                 raise invalid(
                     "control.token_ids", f"must hold ids from 0 to {self._facts.vocab_size - 1}"

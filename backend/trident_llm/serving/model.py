@@ -183,9 +183,7 @@ class TritonPythonModel:
 
     def _num_waiting(self) -> int:
         return (
-            self._intake.num_waiting
-            + self._loop.num_queued
-            + len(self._engine.scheduler.waiting)
+            self._intake.num_waiting + self._loop.num_queued + len(self._engine.scheduler.waiting)
         )
 
     def _leave(self) -> None:
@@ -280,7 +278,10 @@ def _warm_up(engine: Engine) -> None:
     """Real requests, so that the first user's pays for no first call: chunks, decode, sampling."""
     limit = engine.config.max_model_len
     for num_tokens, params in (
-        (min(48, limit - 4), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=0)),
+        (
+            min(48, limit - 4),
+            SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=0),
+        ),
         (1, SamplingParams(top_k=8, top_p=0.9, min_p=0.01, max_tokens=3, ignore_eos=True, seed=0)),
     ):
         if num_tokens < 1:

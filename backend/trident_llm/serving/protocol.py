@@ -162,9 +162,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _sampling_params(
-    raw: RawRequest, defaults: SamplingParams
-) -> SamplingParams:
+def _sampling_params(raw: RawRequest, defaults: SamplingParams) -> SamplingParams:
     """From the ``sampling_parameters`` input; only without it from the request parameters."""
     text = _text(raw, "sampling_parameters")
     if text is not None and text.strip():
@@ -236,7 +234,8 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
     exclude = _flag(raw, "exclude_input_in_output")
     if stream and exclude is False:
         raise invalid(
-            "exclude_input_in_output", "When streaming, `exclude_input_in_output` = False is not allowed."
+            "exclude_input_in_output",
+            "When streaming, `exclude_input_in_output` = False is not allowed.",
         )
     salt = _text(raw, "cache_salt") or ""
     if len(salt) > MAX_SALT_CHARS:
@@ -266,9 +265,7 @@ def _strings(values: list[str]) -> Array:
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
-def _logprobs_json(
-    delta: SequenceDelta, limit: int, piece: Callable[[int], str]
-) -> str:
+def _logprobs_json(delta: SequenceDelta, limit: int, piece: Callable[[int], str]) -> str:
     """One sequence's log-probabilities: a list with an object per new token."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
@@ -312,7 +309,7 @@ class ResponseBuilder:
             self._cumulative[delta.index] = delta.cumulative_logprob
             if delta.finish_reason is not None:
                 self._finish[delta.index] = delta.finish_reason.value
-                self._stop[delta.index] = json.dumps(delta.stop_reason, ensure_ascii=False)
+                self._stop[delta.index] = str(delta.stop_reason)
         prompt = self.prompt_text or ""
         tensors = {"text_output": _strings([prompt + delta.text for delta in deltas])}
         if "finish_reason" in returns:

@@ -25,6 +25,7 @@ from trident_kernels.cpu.simd import (
     first_lane,
     load1,
     load16,
+    minimum,
     mul,
     rounded,
     shifted,
@@ -38,7 +39,10 @@ MINUS_LOG2_E = -1.4426950408889634
 
 @device
 def _silu(x: Vec) -> Vec:
-    decay = exp2(mul(x, splat(np.float32(MINUS_LOG2_E))))
+    # The bound changes nothing: x * 2**-127 is below 1e-30 for every x that reaches it. Second
+    # operand, since minimum passes on a NaN only there.
+    power = minimum(splat(np.float32(127.0)), mul(x, splat(np.float32(MINUS_LOG2_E))))
+    decay = exp2(power)
     return div(x, add(splat(np.float32(1.0)), decay))
 
 

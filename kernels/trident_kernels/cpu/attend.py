@@ -22,7 +22,7 @@ from trident_kernels.cpu.simd import (
     as_f32,
     as_i64,
     exp2,
-    first_lane,
+    fma,
     keep_range,
     load16,
     max_lanes,
@@ -32,7 +32,6 @@ from trident_kernels.cpu.simd import (
     shifted,
     splat,
     store16,
-    sub,
     sum_lanes,
 )
 from trident_kernels.cpu.tile import (
@@ -44,7 +43,7 @@ from trident_kernels.cpu.tile import (
     words_in,
 )
 
-KEY_TILE = 128
+KEY_TILE = 256
 ROWS = 192  # query rows per task: at head_dim 64 all scratch stays in the L2 cache
 LOWEST = -3.0e38  # running maximum before any key; finite, so that -inf - LOWEST is not NaN
 LINE = 64  # bytes
@@ -80,7 +79,7 @@ class Scratch(NamedTuple):
     acc: int  # float32 [rows, head_dim]
     running_max: int  # float32 [rows], in units of log2
     running_sum: int  # float32 [rows]
-    alpha: int  # float32 [MAX_ROWS]
+    alpha: int  # float32 [LANES], the first MAX_ROWS in use
 
 
 @device
@@ -92,7 +91,7 @@ def _row_capacity(group: int) -> int:
 def scratch_bytes(shape: Shape) -> int:
     rows: int = _row_capacity(shape.group)
     per_dim = 1 + 2 * KEY_TILE + 2 * rows
-    floats = shape.head_dim * per_dim + 2 * MAX_ROWS * KEY_TILE + 2 * rows + MAX_ROWS
+    floats = shape.head_dim * per_dim + 2 * MAX_ROWS * KEY_TILE + 2 * rows + LANES
     return 4 * floats + 16 * KEY_TILE + 16 * LINE
 
 
@@ -211,30 +210,30 @@ def _product(
 
 
 @device
-def _softmax_row(
-    scores: Ptr, weights: Ptr, columns: int, scale: float, low: int, high: int, old_max: float
-) -> tuple[float, float]:
-    """weights = 2**(scale * scores - new maximum), zero outside columns [low, high).
+def _mask_and_max(scores: Ptr, columns: int, low: int, high: int) -> Any:
+    """The largest score of a row in columns [low, high); scores outside become -inf."""
+    top = splat(np.float32(-np.inf))
+    if low > 0 or high < columns:
+        for c in range(0, columns, LANES):
+            x = keep_range(load16(scores, c), low - c, high - c)
+            store16(scores, c, x)
+            top = maximum(top, x)
+    else:
+        for c in range(0, columns, LANES):
+            top = maximum(top, load16(scores, c))
+    return max_lanes(top)
 
-    Returns the new running maximum and the sum of the weights. weights may be scores.
-    """
-    factor = splat(np.float32(scale))
-    top = splat(np.float32(old_max))
-    masked = low > 0 or high < columns
-    for c in range(0, columns, LANES):
-        x = mul(load16(scores, c), factor)
-        if masked:
-            x = keep_range(x, low - c, high - c)
-        store16(scores, c, x)
-        top = maximum(top, x)
-    new_max = max_lanes(top)
-    top = splat(new_max)
+
+@device
+def _exponentiate(scores: Ptr, weights: Ptr, columns: int, scale: float, top: float) -> Any:
+    """weights = 2**(scale * scores - top) for a row; returns their sum. weights may be scores."""
+    slope, shift = splat(scale), splat(-top)
     total = splat(np.float32(0.0))
     for c in range(0, columns, LANES):
-        weight = exp2(sub(load16(scores, c), top))
+        weight = exp2(fma(load16(scores, c), slope, shift))
         total = add(total, weight)
         store16(weights, c, weight)
-    return new_max, sum_lanes(total)
+    return sum_lanes(total)
 
 
 @device
@@ -264,18 +263,20 @@ def _attend_rows(
         shifted(as_f32(scratch.running_sum), row),
     )
     alpha = as_f32(scratch.alpha)
+    scale = np.float32(shape.scale)
+    # One loop per stage: rows are independent, so the long reductions of several overlap.
     for r in range(rows):
         position = first_pos + (row + r) // shape.group
         low, high = max(0, position + 1 - shape.window - tile), position + 1 - tile
-        at = r * KEY_TILE
+        top = _mask_and_max(shifted(scores, r * KEY_TILE), columns, low, high)
         old = maxima[r]
-        new, total = _softmax_row(
-            shifted(scores, at), shifted(weights, at), columns, shape.scale, low, high, old
-        )
-        decay = first_lane(exp2(splat(old - new)))
-        maxima[r] = new
-        sums[r] = sums[r] * decay + total
-        alpha[r] = decay
+        maxima[r] = max(old, top * scale)
+        alpha[r] = old - maxima[r]
+    store16(alpha, 0, exp2(load16(alpha, 0)))
+    for r in range(rows):
+        at = r * KEY_TILE
+        total = _exponentiate(shifted(scores, at), shifted(weights, at), columns, scale, maxima[r])
+        sums[r] = sums[r] * alpha[r] + total
     acc = shifted(as_f32(scratch.acc), row * head_dim)
     v = pointer_like(packed, scratch.v)
     depth, stride = words_in(packed, columns), words_in(packed, KEY_TILE)

@@ -164,19 +164,16 @@ def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> N
 
 @device
 def _work(mode: int, pointers: Any, counter: int, tasks: Any, partials: int, shape: Shape) -> None:
-    """Run tasks until none is left. mode: 0 float32, 1 bfloat16, 2 bfloat16 packed as float32."""
+    """Run tasks until none is left. mode: 0 float32, 1 bfloat16."""
     q, k, v, out, block_tables, cu_seqlens_q, seq_lens = pointers
     tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
     part = as_f32(partials)
     if mode == 0:
         f32 = (as_f32(q), as_f32(k), as_f32(v), as_f32(out), as_f32(q), 4, k, v, part)
         _worker(counter, tasks, f32, tables, shape)
-    elif mode == 1:
+    else:
         bf16 = (as_bf16(q), as_bf16(k), as_bf16(v), as_bf16(out), as_packed_bf16(q), 2, k, v, part)
         _worker(counter, tasks, bf16, tables, shape)
-    else:
-        wide = (as_bf16(q), as_bf16(k), as_bf16(v), as_bf16(out), as_f32(q), 2, k, v, part)
-        _worker(counter, tasks, wide, tables, shape)
 
 
 @device

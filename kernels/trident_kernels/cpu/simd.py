@@ -17,11 +17,13 @@ from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
+from numba import config as numba_config
 from numba import types as numba_types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+config: Any = numba_config
 types: Any = numba_types  # numba is partly annotated; what is used of it here is not
 get_or_insert_function: Any = cgutils.get_or_insert_function
 
@@ -59,13 +61,13 @@ class Vec16(numba_types.Type):
     """Numba type of 16 float32 lanes."""
 
     def __init__(self) -> None:
-        super().__init__(name="Vec16")  # type: ignore[no-untyped-call]
+        super().__init__(name="Vec16")
 
 
 @register_model(Vec16)
 class Vec16Model(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, V_F32)
+        super().__init__(manager, fe_type, V_F32)  # type: ignore[no-untyped-call]
 
 
 vec16 = Vec16()
@@ -80,8 +82,12 @@ def emitter(typer: Callable[..., Any]) -> Any:
 
 def native_bf16_dot() -> bool:
     """Whether this CPU multiplies bfloat16 pairs in one instruction (and LLVM can name it)."""
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("avx512bf16")) and llvm.llvm_version_info[0] >= 18
+    chosen = config.CPU_FEATURES  # NUMBA_CPU_FEATURES: code for another CPU than this one
+    if chosen is not None:
+        available = "+avx512bf16" in chosen.split(",")
+    else:
+        available = bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    return available and llvm.llvm_version_info[0] >= 18
 
 
 # ---- IR helpers (called by emitters, not by kernels) ---------------------------------------------
@@ -305,6 +311,7 @@ sub = _binary(lambda builder, a, b: builder.fsub(a, b))
 mul = _binary(lambda builder, a, b: builder.fmul(a, b))
 div = _binary(lambda builder, a, b: builder.fdiv(a, b))
 maximum = _binary(max_ir)
+minimum = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
 
 
 @emitter
@@ -358,24 +365,22 @@ def _exp2_coefficients(degree: int = 5) -> list[float]:
 
 @emitter
 def exp2(typing: Any, value: Any) -> Any:
-    """2**value per lane: 0 below -126, at most 2**127; NaN stays NaN."""
+    """2**value per lane for value <= 127: 0 below -126; NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         magic = 12582912.0  # 1.5 * 2**23: adding it leaves the rounded integer in the low bits
         x = args[0]
-        too_small = builder.fcmp_ordered("<", x, constant(-126.0))
-        # Comparisons with NaN are false, so both selects let a NaN through.
-        x = builder.select(too_small, constant(-126.0), x)
-        x = builder.select(builder.fcmp_ordered(">", x, constant(127.0)), constant(127.0), x)
-        shifted_x = builder.fadd(x, constant(magic))
-        f = builder.fsub(x, builder.fsub(shifted_x, constant(magic)))
+        rounded_x = builder.fadd(x, constant(magic))
+        f = builder.fsub(x, builder.fsub(rounded_x, constant(magic)))
         first, *rest = _exp2_coefficients()
         poly = constant(first)
         for coefficient in rest:
             poly = fma_ir(builder, poly, f, constant(coefficient))
-        bits = builder.shl(builder.bitcast(shifted_x, V_I32), splat_ir(builder, I32(23), V_I32))
+        bits = builder.shl(builder.bitcast(rounded_x, V_I32), splat_ir(builder, I32(23), V_I32))
         bits = builder.add(bits, splat_ir(builder, I32(127 << 23), V_I32))
         result = builder.fmul(poly, builder.bitcast(bits, V_F32))
+        # Below -126 (-inf included) the exponent has wrapped. A NaN compares false and stays.
+        too_small = builder.fcmp_ordered("<", x, constant(-126.0))
         return builder.select(too_small, constant(0.0), result)
 
     return vec16(vec16), codegen

@@ -1,0 +1,95 @@
+"""Who may import whom. The layering of the code is a promise to its readers; this keeps it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What each room may import besides the standard library and itself.
+ALLOWED = {
+    "backend/trident_llm/core": set(),
+    "backend/trident_llm/text": {"trident_llm.core", "tokenizers", "jinja2", "transformers"},
+    "backend/trident_llm/model": {
+        "trident_llm.core", "trident_kernels", "torch", "numpy", "safetensors", "gguf", "tokenizers",
+    },
+    "backend/trident_llm/engine": {"trident_llm.core", "trident_llm.text", "trident_llm.model"},
+    "backend/trident_llm/serving": {
+        "trident_llm.core", "trident_llm.text", "trident_llm.engine", "trident_llm.model", "numpy",
+        "triton_python_backend_utils",
+    },
+    "backend/trident_llm/cli": {
+        "trident_llm.core", "trident_llm.model.config", "trident_llm.model.default_model",
+    },
+    "kernels/trident_kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
+    "client/trident_client": {"tritonclient", "grpc", "numpy", "google.protobuf"},
+}  # fmt: skip
+
+# Modules that a process loads before it knows whether it needs torch.
+LIGHT = ["core", "text", "engine", "serving", "cli"]
+HEAVY = {"torch", "transformers", "numba"}
+
+
+def imports(path: Path, *, top_level: bool) -> set[str]:
+    """Modules that a file names; ``top_level`` leaves out imports inside functions."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not (top_level and (inside or checking)):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def is_in(module: str, packages: set[str]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in packages)
+
+
+def is_standard(module: str) -> bool:
+    return module.split(".")[0] in sys.stdlib_module_names or module == "__future__"
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    own = room.split("/", 1)[1].replace("/", ".")
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    for path in files:
+        for module in imports(path, top_level=False):
+            allowed = is_standard(module) or is_in(module, {own, *ALLOWED[room]})
+            assert allowed, f"{path.relative_to(ROOT)} must not import {module}"
+
+
+def test_the_model_repository_names_serving_and_nothing_else() -> None:
+    for path in (ROOT / "model_repository").rglob("*.py"):
+        assert imports(path, top_level=False) == {"trident_llm.serving.model"}
+
+
+@pytest.mark.parametrize("room", LIGHT)
+def test_heavy_libraries_are_not_loaded_by_importing(room: str) -> None:
+    for path in (ROOT / "backend/trident_llm" / room).rglob("*.py"):
+        heavy = {m for m in imports(path, top_level=True) if m.split(".")[0] in HEAVY}
+        heavy |= {
+            m for m in imports(path, top_level=True)
+            if m.startswith("trident_llm.model")
+            and m not in ("trident_llm.model.config", "trident_llm.model.default_model")
+        }  # fmt: skip
+        assert not heavy, f"{path.relative_to(ROOT)} loads {heavy}"
+
+
+def test_nothing_imports_the_benchmarks_or_the_tests() -> None:
+    for room in ("backend", "kernels", "client", "model_repository"):
+        for path in (ROOT / room).rglob("*.py"):
+            roots = {module.split(".")[0] for module in imports(path, top_level=False)}
+            assert not roots & {"perf", "tests"}, path
