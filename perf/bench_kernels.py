@@ -1,8 +1,8 @@
 """Measure every kernel at decode and prefill sizes against what this machine can do.
 
-Limits first: copy bandwidth (bytes read plus written) and the rate of one large packed matmul. Then
-a table of microseconds, the share of the copy bandwidth for operations bound by memory, and GFLOP/s
-with the share of the matmul rate for products. The last line is one JSON object.
+Limits first: copy bandwidth (bytes read plus written) and the rate of one packed matmul of the
+model's sizes. Then a table of microseconds, the share of the copy bandwidth for operations bound by
+memory, and GFLOP/s with the share of the matmul rate for products. Last, one JSON object.
 
     python perf/bench_kernels.py --dtype bfloat16
 """
@@ -96,11 +96,12 @@ def copy_bandwidth(seconds: float) -> float:
     return 2 * 4 * source.numel() / best
 
 
-def matmul_rate(dtype: torch.dtype, seconds: float) -> float:
-    """FLOP per second of a packed 512 x 2048 x 2048 product."""
-    x, weight = torch.randn(512, 2048).to(dtype), ops.pack_linear(torch.randn(2048, 2048).to(dtype))
+def matmul_rate(dtype: torch.dtype, hidden: int, intermediate: int, seconds: float) -> float:
+    """FLOP per second of a packed product of 512 rows with a [intermediate, hidden] weight."""
+    x = torch.randn(512, hidden).to(dtype)
+    weight = ops.pack_linear(torch.randn(intermediate, hidden).to(dtype))
     _, best = timed(lambda: ops.linear(x, weight), seconds)
-    return 2 * 512 * 2048 * 2048 / best
+    return 2 * 512 * hidden * intermediate / best
 
 
 def attention_call(case: Case, model: Model, dtype: torch.dtype) -> Measured:
@@ -199,7 +200,7 @@ def main() -> None:
     compile_s = ops.compile_cpu_kernels()
     load = os.getloadavg()[0]
     copy = copy_bandwidth(args.seconds)
-    matmul = matmul_rate(getattr(torch, args.dtype), args.seconds)
+    matmul = matmul_rate(getattr(torch, args.dtype), args.hidden, args.intermediate, args.seconds)
     print(f"copy {copy / 1e9:.1f} GB/s, matmul {matmul / 1e9:.0f} GFLOP/s, load {load:.1f}")
     header = ("case", "operation", "median us", "best us", "GB/s", "% copy", "GFLOP/s", "% matmul")
     layout = "{:<16} {:<18} {:>10} {:>10} {:>7} {:>7} {:>8} {:>8}"

@@ -217,15 +217,9 @@ def _response(tensors: Tensors) -> Any:
     )
 
 
-_CODES = {
-    ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
-    ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
-    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
-}
-
-
 def _error_response(error: RequestError) -> Any:
+    # Looked up here, since the stub fills in this module only after the model is imported.
+    code = getattr(pb_utils.TritonError, error.code.value)
     return pb_utils.InferenceResponse(
-        output_tensors=[], error=pb_utils.TritonError(error_text(error), _CODES[error.code])
+        output_tensors=[], error=pb_utils.TritonError(error_text(error), code)
     )

@@ -13,6 +13,7 @@ Invariant: every load and store is unaligned-safe and touches exactly the lanes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
@@ -80,8 +81,9 @@ def emitter(typer: Callable[..., Any]) -> Any:
     return intrinsic(prefer_literal=True)(typer)
 
 
+@cache
 def native_bf16_dot() -> bool:
-    """Whether this CPU multiplies bfloat16 pairs in one instruction (and LLVM can name it)."""
+    """Whether this CPU rounds to and multiplies bfloat16 itself (and LLVM can name it)."""
     chosen = config.CPU_FEATURES  # NUMBA_CPU_FEATURES: code for another CPU than this one
     if chosen is not None:
         available = "+avx512bf16" in chosen.split(",")
@@ -130,8 +132,25 @@ def widen_bf16(builder: Any, lanes: Any) -> Any:
 
 
 def narrow_bf16(builder: Any, value: Any) -> Any:
-    """<16 x float> -> <16 x i16> holding bfloat16, round to nearest even."""
-    return builder.bitcast(builder.fptrunc(value, V_BF16), V_I16)
+    """float -> i16 holding bfloat16, scalars or vectors alike, round to nearest even."""
+    if isinstance(value.type, ir.VectorType):
+        wide, half, short = V_I32, V_I16, V_BF16
+    else:
+        wide, half, short = I32, I16, BF16
+    if native_bf16_dot():
+        return builder.bitcast(builder.fptrunc(value, short), half)
+    # Elsewhere LLVM calls a function of compiler-rt that no process has loaded.
+
+    def number(n: int) -> Any:
+        return I32(n) if wide == I32 else splat_ir(builder, I32(n), V_I32)
+
+    bits = builder.bitcast(value, wide)
+    upper = builder.lshr(bits, number(16))
+    carry = builder.add(number(0x7FFF), builder.and_(upper, number(1)))
+    nearest = builder.lshr(builder.add(bits, carry), number(16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    quiet = builder.or_(upper, number(0x40))  # a NaN of low bits only must not round to infinity
+    return builder.trunc(builder.select(is_nan, quiet, nearest), half)
 
 
 def load_ir(builder: Any, pointer_type: Any, pointer: Any, offset: Any) -> Any:
@@ -260,7 +279,7 @@ def store1(typing: Any, pointer: Any, offset: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         raw = args[2]
         if pointer == ptr_bf16:
-            raw = builder.bitcast(builder.fptrunc(raw, BF16), I16)
+            raw = narrow_bf16(builder, raw)
         builder.store(raw, builder.gep(args[0], [args[1]]))
         return context.get_dummy_value()
 
@@ -277,7 +296,7 @@ def rounded(typing: Any, pointer: Any, value: Any) -> Any:
             return args[1]
         if result == vec16:
             return widen_bf16(builder, narrow_bf16(builder, args[1]))
-        bits = builder.bitcast(builder.fptrunc(args[1], BF16), I16)
+        bits = narrow_bf16(builder, args[1])
         return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32)
 
     return result(pointer, result), codegen
