@@ -27,7 +27,28 @@ def make_prompts(folder: Path) -> list[list[int]]:
 
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT * 8).ids
     rng = random.Random(0)
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 129, 200, 255, 256, 300, 350, 420, 512, 577, 600]
+    lengths = [
+        1,
+        2,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        64,
+        100,
+        129,
+        200,
+        255,
+        256,
+        300,
+        350,
+        420,
+        512,
+        577,
+        600,
+    ]
     prompts = []
     for number, length in enumerate(lengths):
         start = 0 if number % 2 else rng.randrange(40)

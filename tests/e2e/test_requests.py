@@ -20,15 +20,13 @@ pytestmark = pytest.mark.e2e
 
 def prompt(number: int) -> list[int]:
     rng = random.Random(number)
-    return [rng.randrange(3, 500) for _ in range(rng.randint(1, 60))]
+    return [rng.randrange(3, 480) for _ in range(rng.randint(1, 60))]
 
 
 def test_64_streams_some_cancelled_the_others_get_their_text(tiny_server: RunningServer) -> None:
     sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8}
     with tiny_server.client(retries=0) as client:
-        alone = {
-            n: client.generate(prompt(n), seed=n, **sampling).text for n in range(64) if n % 3
-        }
+        alone = {n: client.generate(prompt(n), seed=n, **sampling).text for n in range(64) if n % 3}
         texts: dict[int, str] = {}
         errors: list[TridentError] = []
         barrier = threading.Barrier(16)
@@ -96,7 +94,9 @@ def test_generate_over_http(tiny_server: RunningServer) -> None:
     status, text = tiny_server.post("/v2/models/llm/generate_stream", body)
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
     assert status == 200
-    assert [event["finish_reason"] for event in events] == ["None"] * 4 + ["length"]
+    # Steps of so small a model outrun the sending now and then: then deltas come merged.
+    reasons = [event["finish_reason"] for event in events]
+    assert reasons == ["None"] * (len(events) - 1) + ["length"]
     assert "hello" + "".join(event["text_output"] for event in events) == answer["text_output"]
 
 
@@ -107,7 +107,7 @@ def test_chat_is_rendered_with_the_models_template(tiny_server: RunningServer) -
         )
         raw = client.generate(
             "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
-            max_tokens=6, temperature=0, ignore_eos=True, exclude_input_in_output=True,
+            max_tokens=6, temperature=0, ignore_eos=True,
         )  # fmt: skip
         assert chat.token_ids == raw.token_ids
         forged = client.tokenize("<|im_end|>")
@@ -183,7 +183,8 @@ def test_the_stock_client_streams_with_vllm_backends_tensors(tiny_server: Runnin
         client.async_stream_infer("llm", inputs, enable_empty_final_response=True)
         assert done.wait(30)
         client.stop_stream()
-    assert [error for _, error in results] == [None] * 6
+    assert [error for _, error in results] == [None] * len(results)
+    assert len(results) > 1
     text = b"".join(result.as_numpy("text_output")[0] for result, _ in results).decode()
     with tiny_server.client() as client:
         assert text == client.generate("hello", max_tokens=6, temperature=0, ignore_eos=True).text

@@ -51,7 +51,8 @@ def philox_uniform(
         k0 = (k0 + _PHILOX_WEYL[0]) & _LOW
         k1 = (k1 + _PHILOX_WEYL[1]) & _LOW
     bits = ((c0 << _SHIFT) | c1) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return uniform
 
 
 @dataclass(frozen=True)

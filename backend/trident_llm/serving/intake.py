@@ -11,7 +11,7 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from trident_llm.core.errors import ErrorCode, RequestError, invalid
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import SamplingParams, check_against_model
-from trident_llm.engine.loop import LEAVING, EngineLoop
+from trident_llm.engine.loop import EngineLoop
 from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
@@ -192,43 +192,39 @@ class Intake:
         except (ChatTemplateError, TokenizerError) as error:
             raise invalid("chat", str(error)) from None
 
-    def _control(self, control: dict[str, Any]) -> Tensors:
+    def _control(self, control: Mapping[str, Any]) -> Tensors:
         """The answer to a ``control`` input."""
         operation = control.get("op")
         if operation == "tokenize":
-            text = control.get("text")
-            if not isinstance(text, str):
-                raise invalid("control.text", "must be a string")
-            add_special_tokens = control.get("add_special_tokens", True)
-            if not isinstance(add_special_tokens, bool):
-                raise invalid("control.add_special_tokens", "must be true or false")
-            self._check_length("control.text", len(text))
-            try:
-                ids = self._facts.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            except TokenizerError as error:
-                raise invalid("control.text", str(error)) from None
-            answer: dict[str, Any] = {"token_ids": ids, "max_model_len": self._facts.max_model_len}
+            answer = self._tokenize(control)
         elif operation == "detokenize":
-            ids = control.get("token_ids")
-            if not isinstance(ids, list) or not all(type(item) is int for item in ids):
-                raise invalid("control.token_ids", "must be a list of token ids")
-            if len(ids) > self._facts.max_model_len:
-                raise invalid(
-                    "control.token_ids", f"must hold at most {self._facts.max_model_len} ids"
-                )
-            if any(not 0 <= item < self._facts.vocab_size for item in ids):
-                raise invalid(
-                    "control.token_ids", f"must hold ids from 0 to {self._facts.vocab_size - 1}"
-                )
-            answer = {"text": self._facts.tokenizer.decode(ids, skip_special_tokens=False)}
+            answer = self._detokenize(control)
         elif operation == "stats":
             answer = self._stats()
         else:
             raise invalid("control.op", "must be tokenize, detokenize or stats")
-        text_output = json.dumps(answer, ensure_ascii=False).encode()
-        return {"control_output": np.array([text_output], dtype=np.object_)}
+        text = json.dumps(answer, ensure_ascii=False).encode()
+        return {"control_output": np.array([text], dtype=np.object_)}
 
+    def _tokenize(self, control: Mapping[str, Any]) -> dict[str, Any]:
+        text, special = control.get("text"), control.get("add_special_tokens", True)
+        if not isinstance(text, str):
+            raise invalid("control.text", "must be a string")
+        if not isinstance(special, bool):
+            raise invalid("control.add_special_tokens", "must be true or false")
+        self._check_length("control.text", len(text))
+        try:
+            ids = self._facts.tokenizer.encode(text, add_special_tokens=special)
+        except TokenizerError as error:
+            raise invalid("control.text", str(error)) from None
+        return {"token_ids": ids, "max_model_len": self._facts.max_model_len}
 
-def refuse_leaving(responder: Responder, handle: RequestHandle) -> None:
-    """Answers a request that came while the server leaves."""
-    responder.answer(handle, LEAVING)
+    def _detokenize(self, control: Mapping[str, Any]) -> dict[str, Any]:
+        ids, facts = control.get("token_ids"), self._facts
+        if not isinstance(ids, list) or any(type(item) is not int for item in ids):
+            raise invalid("control.token_ids", "must be a list of token ids")
+        if len(ids) > facts.max_model_len:
+            raise invalid("control.token_ids", f"must hold at most {facts.max_model_len} ids")
+        if any(not 0 <= item < facts.vocab_size for item in ids):
+            raise invalid("control.token_ids", f"must hold ids from 0 to {facts.vocab_size - 1}")
+        return {"text": facts.tokenizer.decode(ids, skip_special_tokens=False)}

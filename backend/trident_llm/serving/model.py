@@ -1,7 +1,7 @@
 """The Triton side of the engine: what a ``model.py`` in a model repository names.
 
 ``execute()`` copies inputs and returns at once; all else happens on threads of our own: intake,
-engine, output, watcher. Importing this module loads neither torch nor transformers.
+engine, output. Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from trident_llm.serving.intake import Intake, ModelFacts
 from trident_llm.serving.progress import Progress
 from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest
 from trident_llm.serving.responder import RequestHandle, Responder
-from trident_llm.serving.watch import Watcher
+from trident_llm.serving.watch import ServerWatch
 from trident_llm.text.chat import ChatTemplate
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
@@ -98,7 +99,13 @@ class TritonPythonModel:
         self._loop = EngineLoop(
             lambda: self._load_engine(tokenizer), lambda outputs: self._responder.push(outputs)
         )
-        self._responder = Responder(self._loop.abort)
+        self._leaving = threading.Event()
+        self._drain = threading.Thread(target=self._drain_requests, name="trident-drain")
+        self._responder = Responder(
+            self._loop.abort,
+            ServerWatch(args["model_name"], args["model_version"]),
+            self._drain.start,
+        )
         self._loop.start()
         self._loop.wait_ready()
         self._facts = ModelFacts(
@@ -113,12 +120,9 @@ class TritonPythonModel:
         self._intake = Intake(
             self._facts, self._loop, self._responder, stats=self._stats, seed=self._config.seed
         )
-        self._leaving = threading.Event()
         self._ids = itertools.count()
-        self._watcher = Watcher(args["model_name"], self._leave)
         self._intake.start()
         self._responder.start()
-        self._watcher.start()
         self._progress.end()
 
     def _load_engine(self, tokenizer: Tokenizer) -> Engine:
@@ -143,7 +147,7 @@ class TritonPythonModel:
             launch_depth=executor.limits.launch_depth,
         )
         self._engine = engine
-        self._progress.settings(executor.limits.describe() + f" defaults={self._defaults}")
+        self._progress.settings(executor.limits.describe() + _describe_defaults(self._defaults))
         self._progress.begin("warm-up")
         _warm_up(engine)
         return engine
@@ -186,8 +190,8 @@ class TritonPythonModel:
             self._intake.num_waiting + self._loop.num_queued + len(self._engine.scheduler.waiting)
         )
 
-    def _leave(self) -> None:
-        """Stops admission, lets requests finish for a while, ends the rest."""
+    def _drain_requests(self) -> None:
+        """The server leaves: stops admission, lets requests finish for a while, ends the rest."""
         self._leaving.set()
         if not self._responder.wait_idle(self._config.drain_seconds):
             self._loop.call(lambda engine: engine.abort_all(LEAVING))
@@ -196,7 +200,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Called after the last final flag: joins the threads."""
         self._leaving.set()
-        self._watcher.stop()
+        if self._drain.ident is not None:
+            self._drain.join()
         self._intake.stop()
         self._loop.stop()
         self._responder.stop()
@@ -265,6 +270,16 @@ def _read_settings(args: dict[str, str]) -> tuple[EngineConfig, list[str]]:
         settings = {**settings, "model": str(folder / config.model)}
         config, warnings = parse_engine_config(settings)
     return config, warnings
+
+
+def _describe_defaults(defaults: SamplingParams) -> str:
+    """The sampling defaults that the model brings, for the log; empty if it brings none."""
+    neutral = SamplingParams()
+    return "".join(
+        f" default_{entry.name}={getattr(defaults, entry.name)}"
+        for entry in fields(defaults)
+        if getattr(defaults, entry.name) != getattr(neutral, entry.name)
+    )
 
 
 def _copy_inputs(request: Any) -> RawRequest:

@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils
 from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.engine.output import RequestOutput
 from trident_llm.serving.protocol import ResponseBuilder, error_text
+from trident_llm.serving.watch import ServerWatch
 
 logger = logging.getLogger("trident")
 
@@ -54,10 +55,17 @@ class Responder:
 
     Args:
         abort: asks the engine to end a request that its client has cancelled; must not block.
+        watch: asked while requests are in flight whether the server leaves.
+        leave: called once when it does; must not block.
     """
 
-    def __init__(self, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self, abort: Callable[[str], None], watch: ServerWatch, leave: Callable[[], None]
+    ) -> None:
         self._abort = abort
+        self._watch = watch
+        self._leave = leave
+        self._leaving = False
         self._changed = threading.Condition()
         self._active: dict[str, RequestHandle] = {}
         self._mail: dict[str, RequestOutput] = {}  # not sent yet, by request
@@ -142,6 +150,7 @@ class Responder:
                 self._send_output(handle, output)
             if time.monotonic() >= next_tick:
                 self._poll_cancelled()
+                self._poll_server()
                 next_tick = time.monotonic() + TICK_SECONDS
 
     def _send_answer(self, handle: RequestHandle, answer: Tensors | RequestError) -> None:
@@ -209,6 +218,12 @@ class Responder:
                 continue
             if handle.cancelled:
                 self._abort(handle.request_id)
+
+    def _poll_server(self) -> None:
+        if self._active and not self._leaving and self._watch.server_leaves():
+            logger.info("the server is leaving")
+            self._leaving = True
+            self._leave()
 
 
 def _response(tensors: Tensors) -> Any:

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trident_llm.core.errors import RequestError
+from trident_llm.core.messages import TokenLogprob
+from trident_llm.core.request import FinishReason
+from trident_llm.core.sampling_params import SamplingParams
+from trident_llm.engine.output import RequestOutput, RequestTimes, SequenceDelta
+from trident_llm.serving.protocol import ParsedRequest, RawRequest, ResponseBuilder, parse_request
+
+
+def raw(parameters: str = "", **inputs: Any) -> RawRequest:
+    tensors = {}
+    for name, value in inputs.items():
+        if isinstance(value, np.ndarray):
+            tensors[name] = value
+        elif isinstance(value, bool):
+            tensors[name] = np.array([value])
+        else:
+            tensors[name] = np.array(
+                [value if isinstance(value, bytes) else value.encode()], dtype=np.object_
+            )
+    return RawRequest(tensors, parameters)
+
+
+def parse(**inputs: Any) -> ParsedRequest:
+    return parse_request(raw(**inputs), SamplingParams())
+
+
+def test_text_alone_echoes_the_prompt_and_does_not_stream() -> None:
+    parsed = parse(text_input="hi")
+    assert (parsed.prompt_text, parsed.stream, parsed.echo) == ("hi", False, True)
+    assert parsed.params == SamplingParams()
+    assert parsed.returns == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "echo"),
+    [
+        ({"text_input": "x"}, True),
+        ({"text_input": "x", "exclude_input_in_output": False}, True),
+        ({"text_input": "x", "exclude_input_in_output": True}, False),
+        ({"text_input": "x", "stream": True}, False),
+        ({"text_input": "x", "stream": True, "exclude_input_in_output": True}, False),
+        ({"input_ids": np.array([1, 2], np.int32)}, False),
+        ({"chat": '[{"role": "user", "content": "x"}]'}, False),
+    ],
+    ids=str,
+)
+def test_when_the_prompt_goes_before_the_output(inputs: dict[str, Any], echo: bool) -> None:
+    assert parse(**inputs).echo is echo
+
+
+def test_streaming_cannot_echo() -> None:
+    with pytest.raises(RequestError, match="When streaming, `exclude_input_in_output` = False"):
+        parse(text_input="x", stream=True, exclude_input_in_output=False)
+
+
+def test_the_tensor_wins_over_request_parameters() -> None:
+    both = raw('{"max_tokens": 3}', text_input="x", sampling_parameters='{"max_tokens": 7}')
+    assert parse_request(both, SamplingParams()).params.max_tokens == 7
+    alone = raw('{"max_tokens": 3, "traceparent": "00-1"}', text_input="x")
+    assert parse_request(alone, SamplingParams()).params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field"),
+    [
+        ({}, "text_input"),
+        ({"text_input": b"\xff\xfe"}, "text_input"),
+        ({"text_input": "x", "chat": "[]"}, "chat.messages"),
+        ({"text_input": np.array([b"a", b"b"], np.object_)}, "text_input"),
+        ({"input_ids": np.zeros((2, 2), np.int32)}, "input_ids"),
+        ({"text_input": "x", "stream": np.array([True, True])}, "stream"),
+        ({"text_input": "x", "sampling_parameters": "{"}, "sampling_parameters"),
+        ({"text_input": "x", "sampling_parameters": '{"temperature": NaN}'}, "sampling_parameters"),
+        ({"text_input": "x", "sampling_parameters": '"a"'}, "sampling_parameters"),
+        ({"text_input": "x", "sampling_parameters": "[" * 100000}, "sampling_parameters"),
+        (
+            {"text_input": "x", "sampling_parameters": '{"stop": ' + "[" * 70 + "]" * 70 + "}"},
+            "sampling_parameters",
+        ),
+        ({"chat": '{"messages": "x"}'}, "chat.messages"),
+        ({"chat": '{"messages": [{}], "nonsense": 1}'}, "chat"),
+        ({"chat": '{"messages": [{}], "tool_choice": "required"}'}, "chat.tool_choice"),
+        ({"chat": '{"messages": [{}], "add_generation_prompt": 1}'}, "chat.add_generation_prompt"),
+        ({"control": "[]"}, "control"),
+        ({"text_input": "x", "cache_salt": "x" * 300}, "cache_salt"),
+        ({"text_input": "x", "image": "x"}, "image"),
+        ({"text_input": "x", "embedding_request": "{}"}, "embedding_request"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_bad_input_is_refused_naming_the_input(inputs: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**inputs)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"INVALID_ARG {field}: ")
+
+
+def output(*deltas: SequenceDelta, finished: bool = False) -> RequestOutput:
+    return RequestOutput(
+        request_id="1",
+        deltas={delta.index: delta for delta in deltas},
+        num_prompt_tokens=5,
+        num_cached_tokens=4,
+        finished=finished,
+        error=None,
+        times=RequestTimes(arrival=1.0, first_scheduled=1.5, first_token=2.0),
+    )
+
+
+def build(parsed: ParsedRequest, *outputs: RequestOutput) -> list[dict[str, Any]]:
+    builder = ResponseBuilder(parsed, lambda token_id: f"<{token_id}>")
+    return [builder.tensors(item) for item in outputs]
+
+
+def test_extra_outputs_appear_only_when_asked_for() -> None:
+    (plain,) = build(parse(text_input="p", stream=True), output(SequenceDelta(0, "a", [3])))
+    assert set(plain) == {"text_output"}
+    asked = parse(text_input="p", stream=True, return_token_ids=True, return_num_input_tokens=True)
+    (extra,) = build(asked, output(SequenceDelta(0, "a", [3])))
+    assert set(extra) == {"text_output", "token_ids", "num_input_tokens"}
+    assert extra["token_ids"].tolist() == [3]
+    assert extra["num_input_tokens"].dtype == np.uint32
+
+
+def test_n_elements_by_index_with_their_states() -> None:
+    parsed = parse(
+        text_input="p", stream=True, sampling_parameters='{"n": 2}', return_finish_reason=True,
+        return_num_output_tokens=True,
+    )  # fmt: skip
+    first, second = build(
+        parsed,
+        output(SequenceDelta(1, "b", [4], finish_reason=FinishReason.STOP)),
+        output(SequenceDelta(0, "a", [3, 5])),
+    )
+    assert first["text_output"].tolist() == [b"", b"b"]
+    assert first["finish_reason"].tolist() == [b"None", b"stop"]
+    assert second["text_output"].tolist() == [b"a", b""]
+    assert second["finish_reason"].tolist() == [b"None", b"stop"]
+    assert second["num_output_tokens"].tolist() == [2, 0]
+
+
+def test_logprobs_are_json_for_the_new_tokens() -> None:
+    parsed = parse(
+        text_input="p", stream=True, sampling_parameters='{"logprobs": 1}', return_logprobs=True,
+        return_cumulative_logprob=True,
+    )  # fmt: skip
+    entries = [TokenLogprob(7, -1.5, 2), TokenLogprob(9, -0.25, 1)]
+    delta = SequenceDelta(0, "a", [7], logprobs=[entries], cumulative_logprob=-1.5)
+    (tensors,) = build(parsed, output(delta))
+    (token,) = json.loads(tensors["logprobs"][0])
+    assert token["7"] == {"logprob": -1.5, "rank": 2, "decoded_token": "<7>"}
+    assert token["9"]["rank"] == 1
+    assert tensors["cumulative_logprob"].tolist() == [-1.5]
+
+
+def test_logprobs_are_null_when_sampling_was_not_asked_for_them() -> None:
+    parsed = parse(text_input="p", return_logprobs=True, return_cumulative_logprob=True)
+    assert parsed.params.logprobs == 0  # for the sum alone
+    entries = [TokenLogprob(7, float("-inf"), 2)]
+    (tensors,) = build(parsed, output(SequenceDelta(0, "a", [7], logprobs=[entries])))
+    assert tensors["logprobs"].tolist() == [b"null"]
+
+
+def test_infinite_logprobs_stay_valid_json() -> None:
+    parsed = parse(text_input="p", sampling_parameters='{"logprobs": 0}', return_logprobs=True)
+    entries = [TokenLogprob(7, float("-inf"), 2)]
+    (tensors,) = build(parsed, output(SequenceDelta(0, "a", [7], logprobs=[entries])))
+    assert json.loads(tensors["logprobs"][0])[0]["7"]["logprob"] == -9999.0
+
+
+def test_outputs_nobody_has_read_are_merged() -> None:
+    waiting = output(SequenceDelta(0, "a", [1], cumulative_logprob=-1.0))
+    waiting.merge(output(SequenceDelta(0, "b", [2], cumulative_logprob=-3.0), finished=True))
+    parsed = parse(text_input="p", return_cumulative_logprob=True, return_num_output_tokens=True)
+    (tensors,) = build(parsed, waiting)
+    assert tensors["text_output"].tolist() == [b"pab"]
+    assert tensors["num_output_tokens"].tolist() == [2]
+    assert tensors["cumulative_logprob"].tolist() == [-3.0]
+    assert waiting.finished
