@@ -169,26 +169,37 @@ def _check_numpy(stub: Path) -> None:
 
 def _check_libraries(program: Path, environment: Mapping[str, str]) -> None:
     """Asks the dynamic linker what it would load, without running the program."""
-    traced = subprocess.run(
-        [str(program)],
-        env={**environment, "LD_TRACE_LOADED_OBJECTS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    missing = re.findall(r"^\s*(\S+) => not found", traced.stdout, re.MULTILINE)
-    glibc = re.search(r"version `(GLIBC[\w.]*)' not found", traced.stdout)
-    if glibc is not None:
-        raise CommandError(f"{program.name} needs a newer system: {glibc[1]} or later")
-    if any(name.startswith("libpython") for name in missing):
-        raise CommandError(
-            f"{program.name} needs libpython{_PYTHON}.so.1.0, which this Python does not bring; "
-            f"install it (on Debian and Ubuntu: apt-get install libpython{_PYTHON}) or use a Python "
-            "built with --enable-shared"
+    try:
+        traced = subprocess.run(
+            [str(program)],
+            env={**environment, "LD_TRACE_LOADED_OBJECTS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
         )
-    if missing or traced.returncode:
-        what = ", ".join(missing) or traced.stdout.strip()[-200:]
-        raise CommandError(f"{program.name} cannot start, a library is missing: {what}")
+    except OSError as error:
+        raise CommandError(f"{program} cannot be run: {error.strerror}") from None
+    problem = library_problem(program.name, traced.stdout, traced.returncode)
+    if problem is not None:
+        raise CommandError(problem)
+
+
+def library_problem(name: str, trace: str, status: int) -> str | None:
+    """What keeps the program ``name`` from starting, by the dynamic linker's answer; None if nothing."""
+    missing = re.findall(r"^\s*(\S+) => not found", trace, re.MULTILINE)
+    glibc = re.search(r"version `(GLIBC[\w.]*)' not found", trace)
+    if glibc is not None:
+        return f"{name} needs a newer system: {glibc[1]} or later"
+    if any(library.startswith("libpython") for library in missing):
+        return (
+            f"{name} needs libpython{_PYTHON}.so.1.0, which this Python does not bring; install it "
+            f"(on Debian and Ubuntu: apt-get install libpython{_PYTHON}) or use a Python built with "
+            "--enable-shared"
+        )
+    if missing or status:
+        what = ", ".join(missing) or trace.strip()[-200:]
+        return f"{name} cannot start, a library is missing: {what}"
+    return None

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trident_llm.cli import checks
+from trident_llm.cli.errors import CommandError
+from trident_llm.core.config import EngineConfig
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def model_folder(path: Path, **changes: object) -> Path:
+    path.joinpath("config.json").write_text(json.dumps({**_CONFIG, **changes}))
+    return path
+
+
+def test_a_model_folder_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert checks.check_model(tmp_path.name, EngineConfig()) == tmp_path
+
+
+def test_broken_folders_are_one_sentence_with_the_path(tmp_path: Path) -> None:
+    def refusal(folder: Path) -> str:
+        with pytest.raises(CommandError) as refused:
+            checks.check_model(str(folder), EngineConfig())
+        assert str(folder) in str(refused.value)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    assert "JSON" in refusal(tmp_path)
+    model_folder(tmp_path, architectures=["MambaForCausalLM"])
+    assert "MambaForCausalLM" in refusal(tmp_path)
+    model_folder(tmp_path, num_attention_heads=-1)
+    assert "num_attention_heads" in refusal(tmp_path)
+
+
+def test_too_little_memory_is_said_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 2**30)
+    model_folder(tmp_path, hidden_size=1024, vocab_size=200_000)  # 0.8 GB of embeddings in bf16
+    cpu = EngineConfig(device="cpu")
+    with pytest.raises(CommandError, match=r"too little memory.*bfloat16.*1\.0 GiB are available"):
+        checks.check_model(str(tmp_path), cpu)
+    # What a GPU has free is the loader's question.
+    checks.check_model(str(tmp_path), EngineConfig(device="cuda"))
+    model_folder(tmp_path)
+    checks.check_model(str(tmp_path), cpu)
+    with pytest.raises(CommandError, match=r"2\.0 GiB for the KV pool.*a smaller KV pool"):
+        checks.check_model(str(tmp_path), EngineConfig(device="cpu", kv_cache_memory_bytes=2**31))
+
+
+def test_float32_needs_twice_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path, hidden_size=1024, vocab_size=100_000)  # 0.41 GB in bf16
+    monkeypatch.setattr(checks, "available_memory", lambda: 1000 * 2**20)
+    checks.check_model(str(tmp_path), EngineConfig(device="cpu", dtype="bfloat16"))
+    with pytest.raises(CommandError, match="float32"):
+        checks.check_model(str(tmp_path), EngineConfig(device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
+def test_a_port_in_use_is_named_with_its_option(address: str) -> None:
+    with socket.create_server((address, 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(CommandError, match=rf"port {port} is in use.*--grpc-port"):
+            checks.check_ports({"--grpc-port": port})
+    checks.check_ports({"--grpc-port": port})
+
+
+def test_a_setting_out_of_range_is_refused() -> None:
+    assert checks.check_settings({"block_size": 32}).block_size == 32
+    with pytest.raises(CommandError, match="block_size must be at least 1"):
+        checks.check_settings({"block_size": 0})
+
+
+@pytest.mark.parametrize(("free_mib", "warned"), [(63, True), (65, False)])
+def test_little_shared_memory_is_warned_about(
+    free_mib: int, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = SimpleNamespace(f_bavail=free_mib * 256, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: status)
+    warning = checks.shared_memory_warning()
+    assert (warning is not None) == warned
+    assert warning is None or "63 MiB" in warning
