@@ -63,7 +63,7 @@ class AsyncCall:
             try:
                 return await self._read_once()
             except TridentError as error:
-                self._rpc.cancel()
+                await self._end_rpc()
                 delay = self.exchange.retry_delay(error)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), delay)
@@ -101,9 +101,16 @@ class AsyncCall:
         self.exchange.ended()
         return None
 
+    async def _end_rpc(self) -> None:
+        """After an error: the RPC ends by itself if the error was its last message."""
+        if self.exchange.ending:
+            await self._drain()
+        else:
+            self._rpc.cancel()
+
     async def _drain(self) -> None:
         """Let the RPC end by itself: a cancel now would count as one on the server."""
-        with suppress(grpc.RpcError):  # the output is whole already
+        with suppress(grpc.RpcError):  # what it was to bring is here already
             while await self._rpc.read() is not grpc.aio.EOF:
                 pass
 

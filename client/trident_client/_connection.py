@@ -62,7 +62,7 @@ class Call:
             try:
                 return self._read_once()
             except TridentError as error:
-                self._rpc.cancel()
+                self._end_rpc()
                 delay = self.exchange.retry_delay(error)
             self._woken.wait(delay)
             self._send()
@@ -93,9 +93,16 @@ class Call:
             raise self.exchange.failed(error.code(), error.details()) from None
         return self.exchange.feed(message)
 
+    def _end_rpc(self) -> None:
+        """After an error: the RPC ends by itself if the error was its last message."""
+        if self.exchange.ending:
+            self._drain()
+        else:
+            self._rpc.cancel()
+
     def _drain(self) -> None:
         """Let the RPC end by itself: a cancel now would count as one on the server."""
-        with suppress(grpc.RpcError):  # the output is whole already
+        with suppress(grpc.RpcError):  # what it was to bring is here already
             for _ in self._rpc:
                 pass
 

@@ -73,6 +73,7 @@ class Exchange:
         self.started = False
         self.final = False
         self.cancelled = False
+        self.ending = False  # the last message was the RPC's last, output or error
         self._failure: TridentError | None = None
 
     def remaining(self) -> float | None:
@@ -120,6 +121,7 @@ class Exchange:
         """A message arrived. Raises the error it tells of."""
         self.check_alive()
         response = parse_response(message)
+        self.ending = response.final
         if response.error:
             raise from_text(response.error, request_id=self.request_id)
         self.started = True

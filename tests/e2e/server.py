@@ -78,6 +78,14 @@ class RunningServer:
         assert stats["integrity_failures"] == 0
         return stats
 
+    def send_signal(self, number: int) -> None:
+        """As a terminal does on Ctrl-C."""
+        self._serve.process.send_signal(number)
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._serve.process.poll()
+
     def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(self.url("/v2/models/llm/ready"), timeout=5) as response:

@@ -29,7 +29,7 @@ from trident_llm.serving.intake import Intake, ModelFacts
 from trident_llm.serving.progress import Progress
 from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest
 from trident_llm.serving.responder import RequestHandle, Responder
-from trident_llm.serving.watch import ServerWatch
+from trident_llm.serving.watch import ServerWatch, parent_endpoint
 from trident_llm.text.chat import ChatTemplate
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
@@ -101,9 +101,10 @@ class TritonPythonModel:
         )
         self._leaving = threading.Event()
         self._drain = threading.Thread(target=self._drain_requests, name="trident-drain")
+        self._watch = ServerWatch(args["model_name"], args["model_version"], parent_endpoint())
         self._responder = Responder(
             self._loop.abort,
-            ServerWatch(args["model_name"], args["model_version"]),
+            self._watch,
             self._drain.start,
         )
         self._loop.start()
@@ -123,6 +124,7 @@ class TritonPythonModel:
         self._ids = itertools.count()
         self._intake.start()
         self._responder.start()
+        self._watch.start()
         self._progress.end()
 
     def _load_engine(self, tokenizer: Tokenizer) -> Engine:
@@ -200,6 +202,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Called after the last final flag: joins the threads."""
         self._leaving.set()
+        self._watch.stop()
         if self._drain.ident is not None:
             self._drain.join()
         self._intake.stop()
