@@ -46,8 +46,9 @@ help:
 serve: $(VENV)/.kernels
 	@exec $(BIN)/trident serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
+# Threads that wait sleep soon: tests run beside servers on the same cores, where spinning costs most.
 test: check
-	$(BIN)/python -m pytest -q
+	GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -q
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parent.parent
 # What each room may import besides the standard library and itself.
 ALLOWED = {
     "backend/trident_llm/core": set(),
-    "backend/trident_llm/text": {"trident_llm.core", "tokenizers", "jinja2", "transformers"},
+    "backend/trident_llm/text": {
+        "trident_llm.core", "tokenizers", "jinja2", "transformers", "numpy", "xgrammar",
+    },
     "backend/trident_llm/model": {
         "trident_llm.core", "trident_kernels", "torch", "numpy", "safetensors", "gguf", "tokenizers",
     },
@@ -31,7 +33,7 @@ ALLOWED = {
 
 # Modules that a process loads before it knows whether it needs torch.
 LIGHT = ["core", "text", "engine", "serving", "cli"]
-HEAVY = {"torch", "transformers", "numba"}
+HEAVY = {"torch", "transformers", "numba", "xgrammar"}
 
 
 def imports(path: Path, *, top_level: bool) -> set[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from trident_llm.core.sampling_params import (
     check_against_model,
     defaults_from_generation_config,
     parse_sampling_params,
+    tokenize_bad_words,
+    truncate_prompt,
 )
+from trident_llm.core.sampling_values import RepetitionDetection
 
 
 def test_defaults_are_vllms() -> None:
@@ -76,12 +80,39 @@ def test_strings_are_read_as_what_they_say() -> None:
         ("ignore_eos", 2),
         ("logprobs", -1),
         ("stream_interval", 0),
-        ("repetition_penalty", 1.2),
-        ("logit_bias", {"5": 1}),
-        ("best_of", 3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", [5]),
+        ("logit_bias", "{"),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", 5),
+        ("bad_words", [""]),
+        ("bad_words", [" "]),
+        ("bad_words", "x"),
+        ("bad_words", [5]),
+        ("bad_words", ["\ud800"]),
+        ("bad_words", ["x"] * 257),
+        ("best_of", 0),
+        ("best_of", 65),
+        ("prompt_logprobs", -1),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("repetition_detection", 5),
+        ("repetition_detection", {"max_pattern_size": 3}),
+        ("repetition_detection", {"max_pattern_size": 3, "min_count": 1}),
+        ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
+        ("repetition_detection", {"max_pattern_size": 10**9, "min_count": 2}),
+        ("repetition_detection", {"pattern": 3}),
         ("use_beam_search", True),
         ("use_beam_search", "true"),
-        ("presence_penalty", "0.5"),
+        ("presence_penalty", "much"),
         ("presence_penalty", True),
         ("lora_name", "x"),
     ],
@@ -102,15 +133,92 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
         ("repetition_penalty", "1.0"),
         ("use_beam_search", False),
         ("use_beam_search", "false"),
-        ("best_of", 1),
+        ("best_of", None),
         ("logit_bias", None),
+        ("allowed_token_ids", None),
         ("bad_words", []),
+        ("truncate_prompt_tokens", None),
+        ("repetition_detection", None),
+        ("repetition_detection", {"max_pattern_size": 0}),
         ("early_stopping", "False"),
         ("prompt_logprobs", "null"),
     ],
 )
-def test_what_is_not_supported_is_accepted_when_it_asks_for_nothing(name: str, value: Any) -> None:
+def test_a_value_that_asks_for_nothing_is_accepted(name: str, value: Any) -> None:
     assert parse_sampling_params({name: value}) == SamplingParams()
+
+
+def test_lists_and_objects_are_read_also_from_json_strings() -> None:
+    detection = {"max_pattern_size": 4, "min_count": 3}
+    expected = SamplingParams(
+        logit_bias=((5, -1.5), (12, 2.0)),
+        allowed_token_ids=(3, 1),
+        stop_token_ids=(4,),
+        repetition_detection=RepetitionDetection(4, 1, 3),
+    )
+    values = {
+        "logit_bias": {"12": "2", 5: -1.5},
+        "allowed_token_ids": [3, 1, 3],
+        "stop_token_ids": [4],
+    }
+    assert parse_sampling_params({**values, "repetition_detection": detection}) == expected
+    values = {"logit_bias": '{"12": 2, "5": -1.5}', "allowed_token_ids": "[3, 1]"}
+    texts = {"stop_token_ids": "[4]", "repetition_detection": json.dumps(detection)}
+    assert parse_sampling_params({**values, **texts}) == expected
+
+
+def test_what_repeats() -> None:
+    def repeats(token_ids: list[int], *sizes: int) -> bool:
+        return RepetitionDetection(*sizes).repeats(token_ids)
+
+    assert repeats([9, 1, 2, 1, 2, 1, 2], 2, 1, 3)
+    assert not repeats([9, 1, 2, 1, 2, 1, 2, 3], 2, 1, 3)
+    assert not repeats([1, 2, 1, 2], 2, 1, 3)
+    assert not repeats([1, 2, 1, 2, 1, 2], 1, 1, 3)
+    assert not repeats([5, 5, 5, 5], 4, 2, 3)
+    assert repeats([5, 5, 5, 5, 5, 5], 4, 2, 3)
+    assert not repeats([2, 2, 1, 2, 1, 2], 2, 1, 3)
+    assert not repeats([], 2, 1, 2)
+
+
+def test_bad_words_are_spelled_at_a_beginning_and_after_a_blank() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(char) for char in text]
+
+    params = tokenize_bad_words(SamplingParams(bad_words=("ab", " ab", "c")), encode)
+    assert params.bad_words_token_ids == ((97, 98), (32, 97, 98), (99,), (32, 99))
+    with pytest.raises(RequestError, match="bad_words: must hold words of at least one token"):
+        tokenize_bad_words(SamplingParams(bad_words=("x",)), lambda text: [])
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "expected"),
+    [
+        (None, 16, 50),
+        (7, 16, 7),
+        (60, 16, 50),
+        (-1, 16, 48),
+        (-1, None, 50),
+        (-1, 30, 34),
+        (-1, 100, 1),
+    ],
+)
+def test_a_prompt_is_cut_at_its_beginning(
+    keep: int | None, max_tokens: int | None, expected: int
+) -> None:
+    params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    assert truncate_prompt(list(range(50)), params, 64) == list(range(50))[-expected:]
+
+
+def test_what_follows_from_a_request() -> None:
+    assert SamplingParams(n=2).num_sequences == 2
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5
+    assert SamplingParams(n=2, best_of=2).sampled_logprobs is None
+    assert SamplingParams(n=2, best_of=5).sampled_logprobs == 0
+    assert SamplingParams(n=2, best_of=5, logprobs=3).sampled_logprobs == 3
+    assert SamplingParams().reads_prefix_cache
+    assert not SamplingParams(prompt_logprobs=0).reads_prefix_cache
+    assert not SamplingParams(skip_reading_prefix_cache=True).reads_prefix_cache
 
 
 def test_an_unknown_name_is_refused_without_echoing_it() -> None:
@@ -124,6 +232,8 @@ def test_combinations_that_contradict_each_other() -> None:
         {"min_tokens": 5, "max_tokens": 4},
         {"stop": "x", "detokenize": False},
         {"n": 2, "temperature": 0},
+        {"best_of": 2, "temperature": 0},
+        {"n": 3, "best_of": 2},
     ):
         with pytest.raises(RequestError):
             parse_sampling_params(values)
@@ -147,7 +257,18 @@ def test_checks_that_need_the_model() -> None:
         (SamplingParams(max_tokens=5), "max_tokens"),
         (SamplingParams(max_tokens=None, min_tokens=5), "min_tokens"),
         (SamplingParams(max_tokens=1, n=5), "n"),
+        (SamplingParams(max_tokens=1, best_of=5), "best_of"),
         (SamplingParams(max_tokens=1, logprobs=21), "logprobs"),
+        (SamplingParams(max_tokens=1, prompt_logprobs=21), "prompt_logprobs"),
+        (SamplingParams(max_tokens=1, logit_bias=((5, 1.0), (100, 1.0))), "logit_bias"),
+        (SamplingParams(max_tokens=1, allowed_token_ids=(99, 100)), "allowed_token_ids"),
+        (SamplingParams(max_tokens=1, bad_words_token_ids=((5, 100),)), "bad_words"),
+        (
+            SamplingParams(
+                max_tokens=1, allowed_token_ids=(5, 6), bad_words_token_ids=((5,), (6,))
+            ),
+            "allowed_token_ids",
+        ),
         (SamplingParams(max_tokens=1, stop_token_ids=(100,)), "stop_token_ids"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -159,8 +280,16 @@ def test_checks_that_need_the_model() -> None:
 
 def test_a_models_defaults_are_overridden_by_explicit_values() -> None:
     defaults = defaults_from_generation_config(
-        {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_length": 5, "eos_token_id": 2}
+        {
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_k": 20,
+            "max_length": 5,
+            "eos_token_id": 2,
+            "repetition_penalty": 1.1,
+        }
     )
+    assert defaults.repetition_penalty == 1.1
     assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.6, 20, 16)
     params = parse_sampling_params({"temperature": 0.1}, defaults=defaults)
     assert (params.temperature, params.top_k) == (0.1, 20)

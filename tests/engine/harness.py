@@ -29,12 +29,15 @@ class Outcome:
     num_cached_tokens: int = 0
     error: RequestError | None = None
     num_deltas: int = 0
+    prompt_logprobs: list[Any] | None = None  # of the request, kept with its sequence 0
 
 
 def make_engine(folder: Path, *, launch_depth: int | None = None, **settings: Any) -> Engine:
     config, _ = parse_engine_config({"model": str(folder), "dtype": "float32", **settings})
     tokenizer = Tokenizer.from_folder(folder)
-    executor = Executor.load(config, vocab_size=tokenizer.vocab_size)
+    executor = Executor.load(
+        config, vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id
+    )
     depth = executor.limits.launch_depth if launch_depth is None else launch_depth
     return Engine(executor, executor.scheduler_config(config), tokenizer, launch_depth=depth)
 
@@ -64,6 +67,12 @@ class Harness:
                 self.finished.append(output.request_id)
             if output.error is not None:
                 self.outcomes.setdefault((output.request_id, 0), Outcome()).error = output.error
+            if output.prompt_logprobs is not None:
+                outcome = self.outcomes.setdefault((output.request_id, 0), Outcome())
+                assert outcome.num_deltas == 0, (
+                    "prompt log-probabilities come with the first output"
+                )
+                outcome.prompt_logprobs = output.prompt_logprobs
             for index, delta in output.deltas.items():
                 outcome = self.outcomes.setdefault((output.request_id, index), Outcome())
                 outcome.text += delta.text

@@ -128,7 +128,7 @@ def test_qwen_windows() -> None:
     assert windows(use_sliding_window=True, layer_types=kinds) == (16, None, 16)
 
 
-def test_generation_config_wins_for_end_ids_and_gives_defaults() -> None:
+def test_end_ids_come_from_both_files_and_defaults_from_generation_config() -> None:
     generation = {
         "eos_token_id": [7, 9, 7],
         "temperature": 0.6,
@@ -137,7 +137,7 @@ def test_generation_config_wins_for_end_ids_and_gives_defaults() -> None:
         "transformers_version": "4.42.3",
     }
     config = ModelConfig.from_dict({**LLAMA, "eos_token_id": 2}, generation)
-    assert config.eos_token_ids == (7, 9)
+    assert config.eos_token_ids == (7, 9, 2)  # the end of a turn, and that of a text
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 0}
     assert ModelConfig.from_dict({**LLAMA, "eos_token_id": [4, 5]}).eos_token_ids == (4, 5)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.request import FinishReason
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.output import RequestOutput, RequestTimes, SequenceDelta
-from trident_llm.serving.protocol import ParsedRequest, RawRequest, ResponseBuilder, parse_request
+from trident_llm.serving.protocol import (
+    ParsedRequest,
+    RawRequest,
+    ResponseBuilder,
+    parse_request,
+    request_timeout,
+)
 
 
 def raw(parameters: str = "", **inputs: Any) -> RawRequest:
@@ -185,3 +192,44 @@ def test_outputs_nobody_has_read_are_merged() -> None:
     assert tensors["num_output_tokens"].tolist() == [2]
     assert tensors["cumulative_logprob"].tolist() == [-3.0]
     assert waiting.finished
+
+
+@pytest.mark.parametrize(
+    ("parameters", "own", "seconds"),
+    [
+        ("", 0, None),
+        ("", 2_500_000, 2.5),
+        ('{"timeout": 500000}', 0, 0.5),
+        ('{"timeout": "500000"}', 0, 0.5),
+        ('{"timeout": 0}', 0, None),
+        ('{"max_tokens": 3}', 0, None),
+    ],
+)
+def test_a_requests_timeout(parameters: str, own: int, seconds: float | None) -> None:
+    assert request_timeout(RawRequest({}, parameters, own)) == seconds
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", '"soon"', "true", "null"])
+def test_a_timeout_that_is_no_number_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="INVALID_ARG timeout: "):
+        request_timeout(RawRequest({}, f'{{"timeout": {value}}}'))
+
+
+def test_priority_is_read_from_the_tensor_or_else_from_request_parameters() -> None:
+    tensor = raw('{"priority": 3}', text_input="x", sampling_parameters='{"priority": "-2"}')
+    assert parse_request(tensor, SamplingParams()).params.priority == -2
+    alone = raw('{"priority": 3}', text_input="x")
+    assert parse_request(alone, SamplingParams()).params.priority == 3
+
+
+def test_times_are_in_nanoseconds_since_1970() -> None:
+    parsed = parse(text_input="p", stream=True, return_perf_metrics=True)
+    (tensors,) = build(parsed, output(SequenceDelta(0, "a", [3])))
+    arrival, scheduled, first, last = (
+        int(tensors[f"{name}_time_ns"][0])
+        for name in ("arrival", "first_scheduled", "first_token", "last_token")
+    )
+    assert scheduled - arrival == 500_000_000
+    assert first - arrival == 1_000_000_000
+    assert last == 0  # has not come
+    assert abs(arrival - (time.time_ns() - time.monotonic_ns() + 1_000_000_000)) < 10**9

@@ -95,17 +95,31 @@ class SampledRow:
     """What one row sampled: a list of tokens, since speculation yields several at once.
 
     ``logprobs[i]`` belongs to ``token_ids[i]``: the sampled token first, then the most likely ones.
-    ``failed`` says that the row's logits were not finite: its tokens must not be used.
+    ``failed`` says that the row's logits were not finite, ``nothing_allowed`` that the request's own
+    parameters forbade every token: in both cases the tokens must not be used.
     """
 
     token_ids: list[int]
     logprobs: list[list[TokenLogprob]] | None = None
     failed: bool = False
+    nothing_allowed: bool = False
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of consecutive prompt tokens of one row, from position ``first`` on.
+
+    ``place`` is the row's in :attr:`SchedulerOutput.scheduled_rows`.
+    """
+
+    place: int
+    first: int
+    entries: list[list[TokenLogprob]]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, aligned with :attr:`SchedulerOutput.sampled_rows`."""
+    """The outcome of one step; ``sampled`` is aligned with :attr:`SchedulerOutput.sampled_rows`."""
 
     step: int
     sampled: list[SampledRow]
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,8 @@ class Request:
     arrival: int = 0  # order of arrival, set by the scheduler
     cache_salt: str = ""
     sequences: list[Sequence] = field(default_factory=list)
+    # Of the prompt tokens from the second on, as far as computed; only if asked for.
+    prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
 
     @property
     def seed(self) -> int:

@@ -8,17 +8,16 @@ accepted at the value that asks for nothing and refused by name otherwise. Check
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trident_llm.core import sampling_values as values_of
 from trident_llm.core.errors import invalid
+from trident_llm.core.sampling_values import FIELD, LARGEST_INT, RepetitionDetection, bad
 
-FIELD = "sampling_parameters"
 MAX_N = 64
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
 GREEDY_BELOW = 1e-5  # temperatures under this choose the most likely token
 
 
@@ -27,6 +26,10 @@ class SamplingParams:
     """Validated parameters of one request. ``max_tokens`` None means: to the end of the context."""
 
     n: int = 1
+    best_of: int | None = None  # sequences to generate, of which the n most likely are returned
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -39,6 +42,13 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # set by tokenize_bad_words
+    truncate_prompt_tokens: int | None = None  # -1: to what fits the context
+    repetition_detection: RepetitionDetection | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -51,143 +61,68 @@ class SamplingParams:
         """Whether the most likely token is taken, without chance."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate."""
+        return self.n if self.best_of is None else self.best_of
 
-def _bad(name: str, reason: str) -> Exception:
-    return invalid(f"{FIELD}.{name}", reason)
+    @property
+    def sampled_logprobs(self) -> int | None:
+        """Most likely tokens wanted beside each sampled one; choosing the best needs the latter."""
+        return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
 
-
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    number: int | None = None
-    if isinstance(value, str):
-        try:
-            number = int(value.strip())
-        except ValueError:
-            number = None
-    elif isinstance(value, float) and value.is_integer():
-        number = int(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = value
-    if number is None:
-        raise _bad(name, "must be a whole number")
-    if not low <= number <= high:
-        raise _bad(name, f"must be between {low} and {high}")
-    return number
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached prompt tokens may be left out of the computation."""
+        return not self.skip_reading_prefix_cache and self.prompt_logprobs is None
 
 
-def _number(name: str, value: Any) -> float:
-    number: float | None = None
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = None
-    if number is None or not math.isfinite(number):
-        raise _bad(name, "must be a finite number")
-    return number
+def _whole(low: int, high: int = LARGEST_INT) -> Callable[[str, Any], int]:
+    return lambda name, value: values_of.integer(name, value, low, high)
 
 
-def _boolean(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
-        return value.strip().lower() in ("true", "1")
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise _bad(name, "must be true or false")
+def _optional_whole(low: int, high: int = LARGEST_INT) -> Callable[[str, Any], int | None]:
+    return lambda name, value: values_of.optional_integer(name, value, low, high)
 
 
-def _temperature(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not 0.0 <= number <= 1000.0:
-        raise _bad(name, "must be between 0 and 1000")
-    return number
-
-
-def _top_p(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not 0.0 < number <= 1.0:
-        raise _bad(name, "must be above 0 and at most 1")
-    return number
-
-
-def _min_p(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not 0.0 <= number <= 1.0:
-        raise _bad(name, "must be between 0 and 1")
-    return number
-
-
-def _top_k(name: str, value: Any) -> int:
-    return max(0, _integer(name, value, -1, 2**31 - 1))
-
-
-def _seed(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, -(2**63), 2**64 - 1)
-
-
-def _max_tokens(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 1, 2**31 - 1)
-
-
-def _logprobs(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 0, 2**31 - 1)
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-        raise _bad(name, "must be a string or a list of strings")
-    if any(s == "" for s in strings):
-        raise _bad(name, "must not hold an empty string; leave it out to stop at nothing")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _bad(name, f"must hold at most {MAX_STOP_STRINGS} strings")
-    if any(len(s) > MAX_STOP_CHARS for s in strings):
-        raise _bad(name, f"must hold strings of at most {MAX_STOP_CHARS} characters")
-    return tuple(dict.fromkeys(strings))
-
-
-def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > 1024:
-        raise _bad(name, "must be a list of at most 1024 token ids")
-    return tuple(dict.fromkeys(_integer(name, item, 0, 2**31 - 1) for item in value))
+def _between(low: float, high: float) -> Callable[[str, Any], float]:
+    return lambda name, value: values_of.number_between(name, value, low, high)
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "n": lambda name, value: _integer(name, value, 1, MAX_N),
-    "temperature": _temperature,
-    "top_p": _top_p,
-    "top_k": _top_k,
-    "min_p": _min_p,
-    "seed": _seed,
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "include_stop_str_in_output": _boolean,
-    "ignore_eos": _boolean,
-    "max_tokens": _max_tokens,
-    "min_tokens": lambda name, value: _integer(name, value, 0, 2**31 - 1),
-    "logprobs": _logprobs,
-    "skip_special_tokens": _boolean,
-    "spaces_between_special_tokens": _boolean,
-    "detokenize": _boolean,
-    "skip_reading_prefix_cache": _boolean,
-    "stream_interval": lambda name, value: _integer(name, value, 1, 2**31 - 1),
-    "priority": lambda name, value: _integer(name, value, -(2**31), 2**31 - 1),
+    "n": _whole(1, MAX_N),
+    "best_of": _optional_whole(1, MAX_N),
+    "presence_penalty": _between(-2, 2),
+    "frequency_penalty": _between(-2, 2),
+    "repetition_penalty": values_of.repetition_penalty,
+    "temperature": _between(0, 1000),
+    "top_p": values_of.top_p,
+    "top_k": lambda name, value: max(0, values_of.integer(name, value, -1, LARGEST_INT)),
+    "min_p": _between(0, 1),
+    "seed": _optional_whole(-(2**63), 2**64 - 1),
+    "stop": values_of.stop_strings,
+    "stop_token_ids": lambda name, value: values_of.token_ids(name, value, MAX_STOP_TOKEN_IDS),
+    "include_stop_str_in_output": values_of.boolean,
+    "ignore_eos": values_of.boolean,
+    "max_tokens": _optional_whole(1),
+    "min_tokens": _whole(0),
+    "logprobs": _optional_whole(0),
+    "prompt_logprobs": _optional_whole(0),
+    "logit_bias": values_of.logit_bias,
+    "allowed_token_ids": values_of.allowed_token_ids,
+    "bad_words": values_of.bad_words,
+    "truncate_prompt_tokens": values_of.truncate_prompt_tokens,
+    "repetition_detection": values_of.repetition_detection,
+    "skip_special_tokens": values_of.boolean,
+    "spaces_between_special_tokens": values_of.boolean,
+    "detokenize": values_of.boolean,
+    "skip_reading_prefix_cache": values_of.boolean,
+    "stream_interval": _whole(1),
+    "priority": _whole(-(2**31)),
 }
 
 # Known names that are not supported yet, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "prompt_logprobs": (None,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
     "use_beam_search": (False, None),
     "beam_width": (None, 1),
     "length_penalty": (1,),
@@ -200,14 +135,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,),
     "guided_json_object": (None, False),
     "response_format": (None,),
-    "truncate_prompt_tokens": (None,),
     "lora_name": (None, ""),
     "flat_logprobs": (False,),
     "logprob_token_ids": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None, 0),
     "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
     "logits_processors": (None, []),
     "extra_args": (None, {}),
 }
@@ -234,17 +167,20 @@ def parse_sampling_params(
             parsed[name] = parser(name, value)
         elif name in _UNSUPPORTED:
             if not _asks_for_nothing(value, _UNSUPPORTED[name]):
-                raise _bad(name, "is not supported; leave it out")
+                raise bad(name, "is not supported; leave it out")
         elif not ignore_unknown:
             known = ", ".join(sorted(_PARSERS))
             raise invalid(FIELD, f"holds an unknown name; the supported ones are: {known}")
     params = replace(defaults or SamplingParams(), **parsed)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise _bad("min_tokens", f"must be at most max_tokens, which is {params.max_tokens}")
+        raise bad("min_tokens", f"must be at most max_tokens, which is {params.max_tokens}")
     if params.stop and not params.detokenize:
-        raise _bad("stop", "needs detokenize to be true; use stop_token_ids with ids alone")
-    if params.greedy and params.n > 1:
-        raise _bad("n", "must be 1 when temperature is 0: greedy sequences would all be equal")
+        raise bad("stop", "needs detokenize to be true; use stop_token_ids with ids alone")
+    if params.num_sequences < params.n:
+        raise bad("best_of", f"must be at least n, which is {params.n}")
+    if params.greedy and params.num_sequences > 1:
+        name = "n" if params.n > 1 else "best_of"
+        raise bad(name, "must be 1 when temperature is 0: greedy sequences would all be equal")
     return params
 
 
@@ -269,9 +205,49 @@ def defaults_from_generation_config(values: Mapping[str, Any]) -> SamplingParams
     """
     if values.get("do_sample") is False:
         return SamplingParams()
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = {name: values[name] for name in names if values.get(name) is not None}
     return parse_sampling_params(given)
+
+
+def tokenize_bad_words(
+    params: SamplingParams, encode: Callable[[str], list[int]]
+) -> SamplingParams:
+    """``params`` with the token sequences that spell its bad words.
+
+    A word counts at the beginning of a text and, after a blank, within it: both spellings are kept.
+
+    Args:
+        encode: gives a text's token ids, with no special tokens added.
+
+    Raises:
+        RequestError: INVALID_ARG naming ``bad_words``.
+    """
+    if not params.bad_words:
+        return params
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        spelled = word.lstrip()
+        for text in (spelled, " " + spelled):
+            ids = tuple(encode(text))
+            if ids:
+                sequences[ids] = None
+            elif text == spelled:
+                raise bad("bad_words", "must hold words of at least one token")
+    return replace(params, bad_words_token_ids=tuple(sequences))
+
+
+def truncate_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps.
+
+    -1 keeps what leaves room in the context for ``max_tokens``, or for one token without it.
+    """
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most < 0:
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    return token_ids[-most:]
 
 
 def check_against_model(
@@ -296,17 +272,35 @@ def check_against_model(
         )
     room = max_model_len - num_prompt_tokens
     if params.max_tokens is not None and params.max_tokens > room:
-        raise _bad(
+        raise bad(
             "max_tokens",
             f"must be at most {room}: the prompt has {num_prompt_tokens} tokens and max_model_len "
             f"is {max_model_len}",
         )
     if params.min_tokens > room:
-        raise _bad("min_tokens", f"must be at most {room}, the room left by the prompt")
-    if params.n > max_num_seqs:
-        raise _bad("n", f"must be at most {max_num_seqs}, the sequences that run at once")
-    if params.logprobs is not None and params.logprobs > max_logprobs:
-        raise _bad("logprobs", f"must be at most {max_logprobs}")
-    if any(token_id >= vocab_size for token_id in params.stop_token_ids):
-        raise _bad("stop_token_ids", f"must hold ids below {vocab_size}, the vocabulary size")
+        raise bad("min_tokens", f"must be at most {room}, the room left by the prompt")
+    if params.num_sequences > max_num_seqs:
+        name = "n" if params.n > max_num_seqs else "best_of"
+        raise bad(name, f"must be at most {max_num_seqs}, the sequences that run at once")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > max_logprobs:
+            raise bad(name, f"must be at most {max_logprobs}")
+    _check_token_ids(params, vocab_size)
     return replace(params, max_tokens=params.max_tokens or room)
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary: they would index other rows' logits."""
+    indexed: dict[str, Iterable[int]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": (token_id for token_id, _ in params.logit_bias),
+        "bad_words": (token_id for ids in params.bad_words_token_ids for token_id in ids),
+    }
+    for name, token_ids in indexed.items():
+        if any(token_id >= vocab_size for token_id in token_ids):
+            raise bad(name, f"must hold ids below {vocab_size}, the vocabulary size")
+    if params.allowed_token_ids is not None:
+        forbidden = {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
+        if forbidden.issuperset(params.allowed_token_ids):
+            raise bad("allowed_token_ids", "must hold a token that bad_words does not forbid")

@@ -24,6 +24,7 @@ from trident_llm.core.messages import (
     BlockCopy,
     Fork,
     NewRow,
+    PromptLogprobs,
     SampledRow,
     ScheduledRow,
     SchedulerOutput,
@@ -34,6 +35,8 @@ from trident_llm.core.request import FinishReason, Request, RequestStatus, Seque
 
 # A waiting sequence that does not fit may be overtaken this often; then it goes first.
 MAX_OVERTAKEN = 16
+REPETITION_STOP_REASON = "repetition_detected"
+NOTHING_ALLOWED = "nothing_allowed"  # the stop reason of an error that the request caused itself
 # How far behind the first waiting sequence one that fits is looked for.
 SKIP_AHEAD_WINDOW = 32
 
@@ -69,6 +72,13 @@ class _Step:
     registered: list[Block] = field(default_factory=list)
 
 
+def _extend_prompt_logprobs(request: Request, scored: PromptLogprobs) -> None:
+    """Adds what is new: after a preemption the first chunks are scored once more."""
+    known = request.prompt_logprobs
+    assert scored.first <= len(known) + 1, "chunks are computed in order"
+    known += scored.entries[len(known) + 1 - scored.first :]
+
+
 def _blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
@@ -101,9 +111,10 @@ class Scheduler:
         request.arrival = self._arrivals
         prompt = request.prompt_token_ids
         assert prompt and len(prompt) + 1 <= self.config.max_model_len, "checked at the door"
-        assert request.params.n <= self.config.max_num_seqs, "checked at the door"
+        assert request.params.num_sequences <= self.config.max_num_seqs, "checked at the door"
         request.sequences = [
-            Sequence(request, index, list(prompt), len(prompt)) for index in range(request.params.n)
+            Sequence(request, index, list(prompt), len(prompt))
+            for index in range(request.params.num_sequences)
         ]
         self._extend_hashes(request.sequences[0])
         insort(self.waiting, request.sequences[0], key=self._order)
@@ -281,7 +292,7 @@ class Scheduler:
 
     def _rows_wanted(self, seq: Sequence) -> int:
         """Rows to take at admission: the sequence's own and its children's, if it is yet to fork."""
-        return seq.request.params.n if self._forks_ahead(seq) else 1
+        return len(seq.request.sequences) if self._forks_ahead(seq) else 1
 
     def _forks_ahead(self, seq: Sequence) -> bool:
         siblings = seq.request.sequences
@@ -289,7 +300,7 @@ class Scheduler:
 
     def _cached_prefix(self, seq: Sequence) -> list[Block]:
         """Cached blocks of the known tokens; at least one token is always left to compute."""
-        if seq.request.params.skip_reading_prefix_cache:
+        if not seq.request.params.reads_prefix_cache:
             return []
         self._extend_hashes(seq)
         most = (seq.num_tokens - 1) // self.config.block_size
@@ -448,12 +459,15 @@ class Scheduler:
         sampled = step.sampled + step.forked
         assert len(sampled) == len(result.sampled)
         self.pool.complete_step(result.step)
+        for scored in result.prompt_logprobs:
+            _extend_prompt_logprobs(step.scheduled[scored.place].request, scored)
         updates: list[SequenceUpdate] = []
         for seq, row in zip(sampled, result.sampled):
             seq.num_placeholders -= 1
             if seq.status is RequestStatus.FINISHED:
                 continue
-            updates.append(self._fail(seq) if row.failed else self._accept(seq, row))
+            unusable = row.failed or row.nothing_allowed
+            updates.append(self._fail(seq, row) if unusable else self._accept(seq, row))
             if seq.status is RequestStatus.RUNNING:
                 self._register_full_blocks(self._in_flight[-1] if self._in_flight else step, seq)
         return updates
@@ -470,7 +484,9 @@ class Scheduler:
         logprobs = None if row.logprobs is None else row.logprobs[: len(accepted)]
         return SequenceUpdate(seq, accepted, logprobs)
 
-    def _reached_end(self, seq: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+    def _reached_end(
+        self, seq: Sequence, token_id: int
+    ) -> tuple[FinishReason | None, int | str | None]:
         params = seq.request.params
         if seq.num_output_tokens >= params.min_tokens:
             if not params.ignore_eos and token_id in self.config.eos_token_ids:
@@ -479,13 +495,20 @@ class Scheduler:
                 return FinishReason.STOP, token_id
         if seq.num_output_tokens >= seq.request.max_tokens:
             return FinishReason.LENGTH, None
+        detection = params.repetition_detection
+        if detection is not None and seq.num_output_tokens >= params.min_tokens:
+            longest = detection.max_pattern_size * detection.min_count
+            start = max(seq.num_prompt_tokens, len(seq.token_ids) - longest)
+            if detection.repeats(seq.token_ids[start:]):
+                return FinishReason.REPETITION, REPETITION_STOP_REASON
         return None, None
 
-    def _fail(self, seq: Sequence) -> SequenceUpdate:
-        """The sequence's logits were not finite: it ends, and nothing it wrote stays cached."""
-        for block in seq.blocks:
-            self.pool.forget(block)
-        self.finish(seq, FinishReason.ERROR)
+    def _fail(self, seq: Sequence, row: SampledRow) -> SequenceUpdate:
+        """Nothing could be sampled. After logits that were not finite nothing written stays cached."""
+        if row.failed:
+            for block in seq.blocks:
+                self.pool.forget(block)
+        self.finish(seq, FinishReason.ERROR, None if row.failed else NOTHING_ALLOWED)
         return SequenceUpdate(seq, [], None)
 
     def fail_in_flight(self) -> list[Request]:

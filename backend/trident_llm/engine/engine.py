@@ -16,7 +16,7 @@ from trident_llm.core.config import SchedulerConfig
 from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.messages import SchedulerOutput, StepResult
 from trident_llm.core.request import FinishReason, Request
-from trident_llm.core.scheduler import Scheduler
+from trident_llm.core.scheduler import NOTHING_ALLOWED, Scheduler
 from trident_llm.engine.output import ActiveRequest, RequestOutput, SequenceDelta
 from trident_llm.text.tokenizer import Tokenizer
 
@@ -31,6 +31,12 @@ INTERNAL_STEP = RequestError(
 )
 NOT_FINITE = RequestError(
     ErrorCode.INTERNAL, "engine", "the model's output for this request was not finite"
+)
+NOTHING_TO_SAMPLE = RequestError(
+    ErrorCode.INVALID_ARG,
+    "sampling_parameters",
+    "left no token to choose: allowed_token_ids, bad_words and min_tokens together forbid all; allow "
+    "more",
 )
 CANCELLED = RequestError(ErrorCode.CANCELLED, "request", "cancelled by the client")
 
@@ -142,7 +148,8 @@ class Engine:
             seq = update.sequence
             active = self._active[seq.request.request_id]
             if seq.finish_reason is FinishReason.ERROR:
-                self.abort(seq.request.request_id, NOT_FINITE)
+                forbidden = seq.stop_reason == NOTHING_ALLOWED
+                self.abort(seq.request.request_id, NOTHING_TO_SAMPLE if forbidden else NOT_FINITE)
                 deltas.pop(active, None)
                 continue
             delta, stop = active.process(update)
@@ -153,7 +160,9 @@ class Engine:
         for active, changed in deltas.items():
             if active.request.request_id not in self._active:
                 continue
-            outputs.append(active.output(changed))
+            output = active.progress(changed)
+            if output is not None:
+                outputs.append(output)
             if active.request.finished:
                 del self._active[active.request.request_id]
         return outputs

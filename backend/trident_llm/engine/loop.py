@@ -67,6 +67,8 @@ class EngineLoop:
         self._load = load
         self._on_outputs = on_outputs
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop | _Call] = queue.SimpleQueue()
+        self._num_queued = 0
+        self._lock = threading.Lock()
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._stopping = False
@@ -86,10 +88,12 @@ class EngineLoop:
 
     @property
     def num_queued(self) -> int:
-        """Commands not taken yet."""
-        return self._inbox.qsize()
+        """Requests that were added and that the engine has not seen yet."""
+        return self._num_queued
 
     def add(self, request: Request, arrival: float) -> None:
+        with self._lock:
+            self._num_queued += 1
         self._inbox.put(_Add(request, arrival))
 
     def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
@@ -158,6 +162,8 @@ class EngineLoop:
                 engine.abort(command.request.request_id, error)
             else:
                 engine.add(command.request, command.arrival)
+            with self._lock:
+                self._num_queued -= 1
         elif isinstance(command, _Abort):
             engine.abort(command.request_id, command.error)
         elif isinstance(command, _Call):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trident_llm.core.errors import RequestError
 from trident_llm.core.messages import TokenLogprob
@@ -48,6 +48,7 @@ class RequestTimes:
     arrival: float = 0.0
     first_scheduled: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0  # the newest so far
     finished: float = 0.0
 
 
@@ -62,6 +63,8 @@ class RequestOutput:
     finished: bool
     error: RequestError | None
     times: RequestTimes
+    # Per prompt token, in the first output only and only if asked for; the first has None.
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
 
     def merge(self, later: RequestOutput) -> None:
         """Takes in the output that follows this one, when this one is still unread."""
@@ -130,20 +133,29 @@ class _SequenceText:
 
 
 class ActiveRequest:
-    """A request in the engine, with the text state of its sequences."""
+    """A request in the engine, with the text state of its sequences.
+
+    With best_of above n nothing is known of the outcome before the last sequence has ended: deltas
+    are kept until then, and the n sequences with the highest cumulative log-probability are told.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
         self.request = request
         self.times = RequestTimes(arrival=time.monotonic())
-        self._texts = [_SequenceText(request, tokenizer) for _ in range(request.params.n)]
-        self._cumulative = [0.0] * request.params.n
+        self._texts = [_SequenceText(request, tokenizer) for _ in range(params.num_sequences)]
+        self._cumulative = [0.0] * params.num_sequences
+        self._chooses = params.num_sequences > params.n
+        self._kept: dict[int, SequenceDelta] = {}
+        self._prompt_told = params.prompt_logprobs is None
 
     def process(self, update: SequenceUpdate) -> tuple[SequenceDelta, str | None]:
         """The delta of one update; the second value is the stop string that ends the sequence."""
         seq = update.sequence
         text = self._texts[seq.index]
-        if update.token_ids and not self.times.first_token:
-            self.times.first_token = time.monotonic()
+        if update.token_ids:
+            self.times.last_token = time.monotonic()
+            self.times.first_token = self.times.first_token or self.times.last_token
         visible = update.token_ids
         if self._ends_hidden(seq):
             visible = visible[:-1]
@@ -160,7 +172,7 @@ class ActiveRequest:
             index=seq.index,
             text=shown,
             token_ids=list(update.token_ids),
-            logprobs=list(update.logprobs or ()),
+            logprobs=[] if self.request.params.logprobs is None else list(update.logprobs or ()),
             cumulative_logprob=self._cumulative[seq.index],
             finish_reason=finish,
             stop_reason=reason,
@@ -173,6 +185,21 @@ class ActiveRequest:
         by_token = seq.finish_reason is FinishReason.STOP and not isinstance(seq.stop_reason, str)
         return by_token and not params.include_stop_str_in_output
 
+    def progress(self, deltas: dict[int, SequenceDelta]) -> RequestOutput | None:
+        """The output of one step's deltas, by sequence index; None while it has to wait."""
+        if not self._chooses:
+            return self.output(deltas)
+        for index, delta in deltas.items():
+            if index in self._kept:
+                self._kept[index].merge(delta)
+            else:
+                self._kept[index] = delta
+        if not self.request.finished:
+            return None
+        ranked = sorted(self._kept.values(), key=lambda d: (-d.cumulative_logprob, d.index))
+        best = ranked[: self.request.params.n]
+        return self.output({i: replace(delta, index=i) for i, delta in enumerate(best)})
+
     def output(
         self, deltas: dict[int, SequenceDelta], error: RequestError | None = None
     ) -> RequestOutput:
@@ -180,6 +207,10 @@ class ActiveRequest:
         finished = error is not None or self.request.finished
         if finished:
             self.times.finished = time.monotonic()
+        prompt_logprobs = None
+        if not self._prompt_told and error is None:
+            prompt_logprobs = [None, *self.request.prompt_logprobs]
+            self._prompt_told = True
         return RequestOutput(
             request_id=self.request.request_id,
             deltas=deltas,
@@ -190,4 +221,5 @@ class ActiveRequest:
             finished=finished,
             error=error,
             times=self.times,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -286,14 +286,12 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _eos_ids(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins: chat models list their end-of-turn ids only there."""
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = fields.raw("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(to_integer("eos_token_id", item, 0) for item in ids))
+    """All ids that either file names: chat models list their end-of-turn ids in one of them only."""
+    named = [generation.get("eos_token_id"), fields.values.get("eos_token_id")]
+    if named == [None, None]:
+        named = [fields.raw("eos_token_id")]
+    ids = [id_ for value in named for id_ in (value if isinstance(value, list) else [value])]
+    return tuple(dict.fromkeys(to_integer("eos_token_id", i, 0) for i in ids if i is not None))
 
 
 def _sliding_windows(

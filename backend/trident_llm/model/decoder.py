@@ -78,6 +78,17 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCacheLike) -> torch.Tensor:
         """Writes the batch's keys and values into ``kv`` and returns logits, [L, vocab_size] float32.
 
+        As :meth:`hidden` and :meth:`logits`, one after the other.
+        """
+        return self.logits(self.hidden(batch, kv))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of final hidden states: [L, hidden_size] to [L, vocab_size] float32."""
+        return ops.linear(hidden, self._weights.head).float()
+
+    def hidden(self, batch: Batch, kv: KVCacheLike) -> torch.Tensor:
+        """Writes the batch's keys and values into ``kv``; final hidden states [L, hidden_size].
+
         Row i belongs to token ``batch.logits_indices[i]``. ``batch.rope_lens`` is required when
         ``needs_rope_lens``: for the token at position p, max(prompt length, p + 1) of its sequence.
         """
@@ -99,7 +110,7 @@ class Decoder:
             hidden = ops.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             hidden = ops.linear(ops.silu_and_mul(ops.linear(hidden, layer.gate_up)), layer.down)
             hidden = ops.add_rms_norm(hidden, residual, next_norm, eps)
-        return ops.linear(hidden, weights.head).float()
+        return hidden
 
     def _attend(
         self,

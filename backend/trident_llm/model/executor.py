@@ -187,6 +187,7 @@ class Executor:
         self.limits = limits
         self.model = model
         self.identity = identity
+        self.eos_token_ids = runner.config.eos_token_ids
 
     @classmethod
     def load(
@@ -194,6 +195,7 @@ class Executor:
         config: EngineConfig,
         *,
         vocab_size: int,
+        eos_token_id: int | None = None,
         phase: Callable[[str], None] = lambda name: None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Executor:
@@ -201,6 +203,7 @@ class Executor:
 
         Args:
             vocab_size: the tokenizer's size, added tokens included; ids beyond are never sampled.
+            eos_token_id: the tokenizer's own end, which joins those that the model's files name.
             phase: told the name of each phase as it begins ("weights", "kv pool").
             progress: told (tensors done, tensors in all) while weights load.
 
@@ -234,6 +237,8 @@ class Executor:
             dtype=dtype,
             device=device,
         )
+        vocab_size = min(vocab_size, model.vocab_size)
+        ends = {*model.eos_token_ids, *([] if eos_token_id is None else [eos_token_id])}
         runner = ModelRunner(
             decoder,
             kv_cache,
@@ -241,8 +246,8 @@ class Executor:
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=limits.max_model_len,
                 block_size=limits.block_size,
-                vocab_size=min(vocab_size, model.vocab_size),
-                eos_token_ids=frozenset(model.eos_token_ids),
+                vocab_size=vocab_size,
+                eos_token_ids=frozenset(end for end in ends if end < vocab_size),
             ),
         )
         return cls(runner, limits, model, model_identity(folder, dtype))
@@ -262,7 +267,7 @@ class Executor:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             scheduling_policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching and cacheable,
-            eos_token_ids=frozenset(self.model.eos_token_ids),
+            eos_token_ids=self.eos_token_ids,
             cache_identity=self.identity,
         )
 

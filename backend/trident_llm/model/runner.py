@@ -8,17 +8,20 @@ launched before the tokens of the one before it have reached the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult, TokenLogprob
+from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult
 from trident_llm.model.batch import Batch
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache
-from trident_llm.model.sampler import LogprobOutput, RowSampling, SampleOutput, sample
+from trident_llm.model.prompt_scorer import PromptScores, PromptSpan, score_prompts
+from trident_llm.model.sampler import SampleOutput, Sampler
+from trident_llm.model.sampling.logprobs import to_host
+from trident_llm.model.sampling.rows import RowSampling
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class LaunchedStep:
     step: int
     sampled: SampleOutput | None
     num_logprobs: list[int]  # per sampled row, -1 for none
+    prompt_scores: PromptScores | None
 
 
 class ModelRunner:
@@ -58,42 +62,64 @@ class ModelRunner:
         self._num_tokens = np.zeros(rows, np.int64)  # known or sampled
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)
+        self._num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1: none asked
         self._sampling = RowSampling(rows)
+        self._sampler = Sampler(self._sampling, self._token_ids)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Runs a step; on an accelerator it may still be running when this returns."""
         self._apply_delta(output)
         self.kv_cache.copy_blocks(output.block_copies)
-        batch = self._make_batch(output)
-        logits = self.decoder.forward(batch, self.kv_cache)
+        spans = self._prompt_spans(output)
+        batch = self._make_batch(output, spans)
+        prompt_scores = None
+        if spans:
+            hidden = self.decoder.hidden(batch, self.kv_cache)
+            num_sampled = len(hidden) - sum(span.count for span in spans)
+            prompt_scores = score_prompts(
+                hidden[num_sampled:], spans, self._logits, self._token_ids
+            )
+            logits = self._logits(hidden[:num_sampled])
+        else:
+            logits = self.decoder.forward(batch, self.kv_cache)[:, : self.config.vocab_size]
         for scheduled in output.scheduled_rows:
             self._num_computed[scheduled.row] += scheduled.num_tokens
         rows = output.sampled_rows
         if not rows:
-            return LaunchedStep(output.step, None, [])
-        logits = self._fork(output, logits)[:, : self.config.vocab_size]
+            return LaunchedStep(output.step, None, [], prompt_scores)
+        logits = self._fork(output, logits)
         row_index = np.asarray(rows, np.int64)
         lengths = self._num_tokens[row_index]
-        sampled = sample(logits, self._sampling, row_index, lengths)
+        sampled = self._sampler.sample(logits, row_index, lengths)
         self._append(row_index, lengths, sampled.token_ids)
-        return LaunchedStep(output.step, sampled, self._sampling.num_logprobs[row_index].tolist())
+        num_logprobs: list[int] = self._sampling.num_logprobs[row_index].tolist()
+        return LaunchedStep(output.step, sampled, num_logprobs, prompt_scores)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step and brings its tokens to the host."""
-        sampled = launched.sampled
-        if sampled is None:
-            return StepResult(launched.step, [])
-        token_ids = sampled.token_ids.tolist()
-        finite = sampled.finite.tolist()
-        logprobs = _host_logprobs(sampled.logprobs, token_ids, launched.num_logprobs)
+        scores = launched.prompt_scores
+        prompt_logprobs = scores.to_host() if scores is not None else []
+        if launched.sampled is None:
+            return StepResult(launched.step, [], prompt_logprobs)
         return StepResult(
-            launched.step,
-            [
-                SampledRow([token_id], logprobs.get(i), failed=not ok)
-                for i, (token_id, ok) in enumerate(zip(token_ids, finite))
-            ],
+            launched.step, _host_rows(launched.sampled, launched.num_logprobs), prompt_logprobs
         )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits over the tokenizer's vocabulary; the head may be wider."""
+        return self.decoder.logits(hidden)[:, : self.config.vocab_size]
+
+    def _prompt_spans(self, output: SchedulerOutput) -> list[PromptSpan]:
+        """Tokens of this step whose logits score the prompt token after them."""
+        spans = []
+        for place, scheduled in enumerate(output.scheduled_rows):
+            count = int(self._num_prompt_logprobs[scheduled.row])
+            first = int(self._num_computed[scheduled.row])
+            last = min(first + scheduled.num_tokens, int(self._num_prompt[scheduled.row]) - 1)
+            if count >= 0 and first < last:
+                spans.append(PromptSpan(place, scheduled.row, first, last - first, count))
+        return spans
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -105,6 +131,12 @@ class ModelRunner:
             self._num_tokens[new.row] = count
             self._num_computed[new.row] = new.num_computed_tokens
             self._num_prompt[new.row] = new.num_prompt_tokens
+            # Only the first sequence computes the prompt, and only once is it wanted.
+            wanted = new.sampling_params.prompt_logprobs
+            scored = (
+                wanted is not None and new.sequence_index == 0 and count == new.num_prompt_tokens
+            )
+            self._num_prompt_logprobs[new.row] = wanted if scored else -1
             self._sampling.set(
                 new.row,
                 new.sampling_params,
@@ -126,8 +158,11 @@ class ModelRunner:
             index = self._tensor(np.asarray([rows, columns, block_ids], np.int64))
             self._block_tables[index[0], index[1]] = index[2].to(torch.int32)
 
-    def _make_batch(self, output: SchedulerOutput) -> Batch:
-        """The flat batch: tokens of all scheduled rows, one sequence after another."""
+    def _make_batch(self, output: SchedulerOutput, spans: list[PromptSpan]) -> Batch:
+        """The flat batch: tokens of all scheduled rows, one sequence after another.
+
+        Logits are wanted of the tokens that sample, then of those in ``spans``.
+        """
         scheduled = output.scheduled_rows
         rows = np.asarray([s.row for s in scheduled], np.int64)
         counts = np.asarray([s.num_tokens for s in scheduled], np.int64)
@@ -139,6 +174,8 @@ class ModelRunner:
         seq_lens = computed + counts
         samples = np.asarray([s.samples for s in scheduled], np.bool_)
         max_seq_len = int(seq_lens.max())
+        wanted = [ends[samples] - 1]
+        wanted += [starts[span.place] + np.arange(span.count) for span in spans]
         # One transfer for everything that is as long as the tokens.
         per_token = self._tensor(np.stack((positions, row_of_token)))
         position, row = per_token[0], per_token[1]
@@ -158,7 +195,7 @@ class ModelRunner:
             block_tables=self._block_tables[self._tensor(rows), :columns],
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            logits_indices=self._tensor(ends[samples] - 1),
+            logits_indices=self._tensor(np.concatenate(wanted)),
             rope_lens=rope_lens,
         )
 
@@ -172,6 +209,7 @@ class ModelRunner:
             self._block_tables[child] = self._block_tables[parent]
             for counts in (self._num_tokens, self._num_computed, self._num_prompt):
                 counts[child] = counts[parent]
+            self._num_prompt_logprobs[child] = -1
             self._sampling.fork(parent, child, sequence_index)
         lines = [*range(len(line_of)), *(line_of[fork.parent_row] for fork in output.forks)]
         return logits[self._tensor(np.asarray(lines, np.int64))]
@@ -190,19 +228,22 @@ class ModelRunner:
         self._num_tokens[rows] += 1
 
 
-def _host_logprobs(
-    output: LogprobOutput | None, token_ids: list[int], num_logprobs: list[int]
-) -> dict[int, list[list[TokenLogprob]]]:
-    """Per sampled row that asked: one list per token, the sampled token first, then the top k."""
-    if output is None:
-        return {}
-    sampled, ranks = output.sampled.tolist(), output.ranks.tolist()
-    top_ids, top = output.top_ids.tolist(), output.top.tolist()
-    result: dict[int, list[list[TokenLogprob]]] = {}
-    for i, line in enumerate(output.rows):
-        entries = [TokenLogprob(token_ids[line], sampled[i], ranks[i])]
-        for rank in range(num_logprobs[line]):
-            if top_ids[i][rank] != token_ids[line]:
-                entries.append(TokenLogprob(top_ids[i][rank], top[i][rank], rank + 1))
-        result[line] = [entries]
-    return result
+def _host_rows(sampled: SampleOutput, num_logprobs: list[int]) -> list[SampledRow]:
+    """What a step sampled, per row; waits for the device."""
+    token_ids: list[int] = sampled.token_ids.tolist()
+    finite = sampled.finite.tolist()
+    allowed = [True] * len(token_ids) if sampled.allowed is None else sampled.allowed.tolist()
+    rows = [
+        SampledRow([token_id], failed=not ok, nothing_allowed=not some)
+        for token_id, ok, some in zip(token_ids, finite, allowed)
+    ]
+    if sampled.logprobs is not None:
+        lines = [line for line, count in enumerate(num_logprobs) if count >= 0]
+        logprobs = to_host(
+            sampled.logprobs,
+            [token_ids[line] for line in lines],
+            [num_logprobs[line] for line in lines],
+        )
+        for line, entries in zip(lines, logprobs):
+            rows[line] = replace(rows[line], logprobs=[entries])
+    return rows

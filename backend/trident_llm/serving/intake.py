@@ -19,7 +19,12 @@ import numpy as np
 
 from trident_llm.core.errors import ErrorCode, RequestError, invalid
 from trident_llm.core.request import Request
-from trident_llm.core.sampling_params import SamplingParams, check_against_model
+from trident_llm.core.sampling_params import (
+    SamplingParams,
+    check_against_model,
+    tokenize_bad_words,
+    truncate_prompt,
+)
 from trident_llm.engine.loop import EngineLoop
 from trident_llm.serving.protocol import (
     ParsedRequest,
@@ -76,6 +81,8 @@ class Intake:
         self._queue: queue.SimpleQueue[tuple[RequestHandle, RawRequest] | None] = (
             queue.SimpleQueue()
         )
+        self._num_waiting = 0
+        self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, name=f"trident-intake-{i}", daemon=True)
             for i in range(NUM_THREADS)
@@ -93,12 +100,14 @@ class Intake:
             thread.join()
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
+        with self._lock:
+            self._num_waiting += 1
         self._queue.put((handle, raw))
 
     @property
     def num_waiting(self) -> int:
-        """Requests not looked at yet."""
-        return self._queue.qsize()
+        """Requests that have not been handed on yet."""
+        return self._num_waiting
 
     def _run(self) -> None:
         while True:
@@ -107,22 +116,28 @@ class Intake:
                 return
             handle, raw = item
             try:
+                if handle.abort_error is not None:  # its client left while it lay here
+                    raise handle.abort_error
                 self._take_in(handle, raw)
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
                 logger.exception("a request could not be taken in")
                 self._responder.answer(handle, _UNEXPECTED)
+            with self._lock:
+                self._num_waiting -= 1
 
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         parsed = parse_request(raw, self._facts.defaults)
         if parsed.control is not None:
             self._responder.answer(handle, self._control(parsed.control))
             return
-        prompt_ids = self._encode(parsed)
         facts = self._facts
+        prompt_ids = truncate_prompt(self._encode(parsed), parsed.params, facts.max_model_len)
         params = check_against_model(
-            parsed.params,
+            tokenize_bad_words(
+                parsed.params, lambda word: facts.tokenizer.encode(word, add_special_tokens=False)
+            ),
             num_prompt_tokens=len(prompt_ids),
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
@@ -133,12 +148,12 @@ class Intake:
             params = replace(params, seed=self._seeds.getrandbits(63))
         handle.builder = ResponseBuilder(parsed, self._piece)
         handle.stream = parsed.stream
-        handle.stream_interval = params.stream_interval
+        handle.params = params
         request = Request(handle.request_id, prompt_ids, params, cache_salt=parsed.cache_salt)
         self._loop.add(request, handle.arrival)
-        if handle.cancelled:
-            # The cancel may have been seen before the engine knew the request.
-            self._loop.abort(handle.request_id)
+        if handle.abort_error is not None:
+            # A cancel may have been seen before the engine knew the request.
+            self._loop.abort(handle.request_id, handle.abort_error)
 
     def _piece(self, token_id: int) -> str:
         return self._facts.tokenizer.decode([token_id], skip_special_tokens=False)

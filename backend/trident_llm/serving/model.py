@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,18 +18,25 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from trident_llm.core.config import EngineConfig, parse_engine_config
 from trident_llm.core.errors import ConfigError, ErrorCode, RequestError
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import SamplingParams, defaults_from_generation_config
 from trident_llm.engine.engine import Engine
 from trident_llm.engine.loop import LEAVING, EngineLoop
+from trident_llm.engine.output import RequestOutput
+from trident_llm.serving.admission import Admission
 from trident_llm.serving.intake import Intake, ModelFacts
+from trident_llm.serving.metrics import EngineState, Metrics, create_metrics
 from trident_llm.serving.progress import Progress
-from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest
+from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest, request_timeout
 from trident_llm.serving.responder import RequestHandle, Responder
+from trident_llm.serving.settings import (
+    choose_device,
+    load_texts,
+    read_settings,
+    reports_metrics,
+)
 from trident_llm.serving.watch import ServerWatch, parent_endpoint
-from trident_llm.text.chat import ChatTemplate
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
 
@@ -38,11 +44,20 @@ logger = logging.getLogger("trident")
 
 # Threads hand the interpreter over sooner than by default (5 ms), so that sends are not held up.
 SWITCH_INTERVAL_SECONDS = 0.0005
-ADMISSION_SLICE_SECONDS = 0.1
+_UNREADABLE = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
 
 
 class TritonPythonModel:
-    """Called by the Python backend; one object per model instance, in a process of its own."""
+    """Called by the Python backend; one object per model instance, in a process of its own.
+
+    ``instance_group { count: 2 }`` therefore means two engines, each with its own weights, KV pool,
+    prefix cache and queue; Triton hands each request to one of them. On several GPUs that is a replica
+    per GPU: ``instance_group { count: 1 kind: KIND_GPU gpus: [0, 1] }``, where each instance sees the
+    one device that Triton names. Instances that share a device must be told to share its memory
+    (``gpu_memory_utilization``, ``kv_cache_memory_bytes``) and cores (``num_threads``). Metrics carry
+    the instance's name in the label ``engine``; control operations are answered by one instance for
+    itself.
+    """
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -67,9 +82,9 @@ class TritonPythonModel:
         """
         _configure_logging()
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-        _choose_device(args)
         self._progress = Progress()
         try:
+            choose_device(args)
             self._load(args)
         except (ConfigError, TokenizerError, ChatTemplateError) as error:
             self._progress.error(str(error))
@@ -89,43 +104,61 @@ class TritonPythonModel:
                 "config.pbtxt must hold model_transaction_policy { decoupled: true }: the model "
                 "sends one response per step"
             )
-        self._config, warnings = _read_settings(args)
+        version_folder = Path(args["model_repository"]) / args["model_version"]
+        self._config, warnings = read_settings(version_folder)
         for warning in warnings:
             self._progress.warn(warning)
-        folder = Path(self._config.model)
         self._progress.begin("tokenizer")
-        tokenizer = Tokenizer.from_folder(self._config.tokenizer or folder)
-        chat_template = ChatTemplate.from_folder(self._config.tokenizer or folder)
-        self._loop = EngineLoop(
-            lambda: self._load_engine(tokenizer), lambda outputs: self._responder.push(outputs)
-        )
+        tokenizer, chat_template = load_texts(self._config)
+        self._loop = EngineLoop(lambda: self._load_engine(tokenizer), self._take_outputs)
+        self._loop.start()
+        self._loop.wait_ready()
         self._leaving = threading.Event()
         self._drain = threading.Thread(target=self._drain_requests, name="trident-drain")
+        self._metrics = self._create_metrics(args) if reports_metrics(model_config) else None
         self._watch = ServerWatch(args["model_name"], args["model_version"], parent_endpoint())
         self._responder = Responder(
             self._loop.abort,
             self._watch,
             self._drain.start,
+            self._metrics,
         )
-        self._loop.start()
-        self._loop.wait_ready()
-        self._facts = ModelFacts(
+        limits = self._engine.config
+        self._admission = Admission(
+            self._config.admission, limits.max_waiting, self._num_waiting, self._leaving
+        )
+        facts = ModelFacts(
             tokenizer=tokenizer,
             chat_template=chat_template,
-            max_model_len=self._engine.config.max_model_len,
-            max_num_seqs=self._engine.config.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
             max_logprobs=self._config.max_logprobs,
             vocab_size=self._vocab_size,
             defaults=self._defaults,
         )
         self._intake = Intake(
-            self._facts, self._loop, self._responder, stats=self._stats, seed=self._config.seed
+            facts, self._loop, self._responder, stats=self._stats, seed=self._config.seed
         )
         self._ids = itertools.count()
         self._intake.start()
         self._responder.start()
         self._watch.start()
         self._progress.end()
+
+    def _create_metrics(self, args: dict[str, str]) -> Metrics | None:
+        limits = self._engine.config
+        return create_metrics(
+            {
+                "model": args["model_name"],
+                "version": args["model_version"],
+                "model_name": args["model_name"],
+                "engine": args["model_instance_name"],
+            },
+            self._state,
+            max_model_len=limits.max_model_len,
+            num_blocks=limits.num_blocks - 1,
+            block_size=limits.block_size,
+        )
 
     def _load_engine(self, tokenizer: Tokenizer) -> Engine:
         """Runs on the engine's thread: imports torch, loads, warms up."""
@@ -135,6 +168,7 @@ class TritonPythonModel:
         executor = Executor.load(
             self._config,
             vocab_size=tokenizer.vocab_size,
+            eos_token_id=tokenizer.eos_token_id,
             phase=self._progress.begin,
             progress=self._progress.count,
         )
@@ -160,32 +194,27 @@ class TritonPythonModel:
             handle = RequestHandle(str(next(self._ids)), request.get_response_sender())
             self._responder.register(handle)
             try:
-                raw = _copy_inputs(request)
-                error = self._admit(handle)
+                self._take_in(handle, request)
+            except RequestError as error:
+                self._responder.answer(handle, error)
             except Exception:
                 logger.exception("a request could not be read")
-                error = RequestError(ErrorCode.INTERNAL, "request", "could not be read")
-            if error is None:
-                self._intake.put(handle, raw)
-            else:
-                self._responder.answer(handle, error)
+                self._responder.answer(handle, _UNREADABLE)
 
-    def _admit(self, handle: RequestHandle) -> RequestError | None:
-        """Why a request may not come in, if it may not; waits for room when so configured."""
-        limit = self._engine.config.max_waiting
-        while not self._leaving.is_set():
-            if self._num_waiting() < limit:
-                return None
-            if self._config.admission == "reject":
-                return RequestError(
-                    ErrorCode.UNAVAILABLE,
-                    "queue",
-                    f"is full: {limit} requests wait already; try again later",
-                )
-            if handle.cancelled:
-                return RequestError(ErrorCode.CANCELLED, "request", "cancelled by the client")
-            self._leaving.wait(ADMISSION_SLICE_SECONDS)
-        return LEAVING
+    def _take_in(self, handle: RequestHandle, request: Any) -> None:
+        raw = _copy_inputs(request)
+        timeout = request_timeout(raw)
+        if timeout is not None:
+            handle.deadline = handle.arrival + timeout
+        error = self._admission.refusal(handle)
+        if error is not None:
+            raise error
+        self._intake.put(handle, raw)
+
+    def _take_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Runs on the engine's thread, after each step that brought something."""
+        self._responder.push(outputs)
+        self._admission.stepped()
 
     def _num_waiting(self) -> int:
         return (
@@ -208,10 +237,26 @@ class TritonPythonModel:
         self._intake.stop()
         self._loop.stop()
         self._responder.stop()
+        if self._metrics is not None:
+            self._metrics.drop()
 
     def is_ready(self) -> bool:
         """Whether the engine computes; asked by servers that know this hook."""
         return not (self._loop.dead or self._responder.broken or self._leaving.is_set())
+
+    def _state(self) -> EngineState:
+        """Read from another thread than the engine's: each number is right, if not all at once."""
+        scheduler = self._engine.scheduler
+        stats = scheduler.stats
+        return EngineState(
+            num_running=len(scheduler.running),
+            num_waiting=self._num_waiting(),
+            num_held_blocks=scheduler.pool.num_held,
+            num_preemptions=stats.num_preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            healthy=not (self._loop.dead or self._responder.broken),
+        )
 
     def _stats(self) -> dict[str, Any]:
         def snapshot(engine: Engine) -> dict[str, Any]:
@@ -243,38 +288,6 @@ def _configure_logging() -> None:
     logger.propagate = False
 
 
-def _choose_device(args: dict[str, str]) -> None:
-    """An instance of KIND_GPU computes on its own device; torch is not imported yet."""
-    if args.get("model_instance_kind") == "GPU":
-        device = args.get("model_instance_device_id", "0")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible:
-            device = visible.split(",")[int(device)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-
-
-def _read_settings(args: dict[str, str]) -> tuple[EngineConfig, list[str]]:
-    """The engine's settings from ``model.json`` in the version folder."""
-    folder = Path(args["model_repository"]) / args["model_version"]
-    file = folder / "model.json"
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{file} is missing; it must hold the engine's settings, at least "
-            '{"model": "/path/to/model/folder"}'
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(settings, dict) or not settings.get("model"):
-        raise ConfigError(f'{file} must be a JSON object with "model": a model folder')
-    config, warnings = parse_engine_config(settings)
-    if not Path(config.model).is_absolute():
-        settings = {**settings, "model": str(folder / config.model)}
-        config, warnings = parse_engine_config(settings)
-    return config, warnings
-
-
 def _describe_defaults(defaults: SamplingParams) -> str:
     """The sampling defaults that the model brings, for the log; empty if it brings none."""
     neutral = SamplingParams()
@@ -289,7 +302,8 @@ def _copy_inputs(request: Any) -> RawRequest:
     """Copies what the request holds: a request that is kept would pin shared memory."""
     tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
     parameters = request.parameters()
-    return RawRequest(tensors, "" if parameters in ("", "{}", "null") else parameters)
+    parameters = "" if parameters in ("", "{}", "null") else parameters
+    return RawRequest(tensors, parameters, request.timeout())
 
 
 def _warm_up(engine: Engine) -> None:

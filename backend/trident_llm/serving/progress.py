@@ -53,7 +53,9 @@ class Progress:
         self._write({"event": "warning", "text": text})
 
     def error(self, text: str) -> None:
-        """Why loading failed, in one sentence."""
+        """Why loading failed, in one sentence; always told inside a phase."""
+        if self._phase is None:  # outside of one it would be a fault of a model that runs
+            self.begin("settings")
         logger.error("%s", text)
         self._write({"event": "error", "text": text})
 

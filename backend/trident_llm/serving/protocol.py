@@ -9,6 +9,7 @@ be copied while Triton still owns the tensors (:class:`RawRequest`), and its mea
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from trident_llm.core.errors import RequestError, invalid
 from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.sampling_params import SamplingParams, parse_sampling_params
-from trident_llm.engine.output import RequestOutput, SequenceDelta
+from trident_llm.engine.output import RequestOutput, RequestTimes, SequenceDelta
 
 
 class TensorSpec(NamedTuple):
@@ -64,13 +65,19 @@ OUTPUTS: dict[str, TensorSpec] = {
     "token_ids": TensorSpec("TYPE_INT32", [-1]),
     "stop_reason": TensorSpec("TYPE_STRING", [-1]),
     "num_cached_tokens": TensorSpec("TYPE_UINT32", [1]),
-    "perf_metrics": TensorSpec("TYPE_STRING", [1]),
+    "arrival_time_ns": TensorSpec("TYPE_INT64", [1]),
+    "first_scheduled_time_ns": TensorSpec("TYPE_INT64", [1]),
+    "first_token_time_ns": TensorSpec("TYPE_INT64", [1]),
+    "last_token_time_ns": TensorSpec("TYPE_INT64", [1]),
     "control_output": TensorSpec("TYPE_STRING", [1]),
 }
 
 MAX_MESSAGES = 2048
 MAX_JSON_DEPTH = 64
 MAX_SALT_CHARS = 256
+_LOGPROB_BYTES = 96  # of one entry of the logprobs output
+# Added to a monotonic time. Taken once, so that a request's times fit together whatever the clock does.
+_EPOCH_NS = time.time_ns() - time.monotonic_ns()
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +88,7 @@ class RawRequest:
 
     tensors: Mapping[str, Array]  # only the inputs that were sent
     parameters: str  # JSON object of the request parameters, "" if there are none
+    timeout_us: int = 0  # the request's own timeout in microseconds, 0 if it has none
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,24 @@ def _sampling_params(raw: RawRequest, defaults: SamplingParams) -> SamplingParam
     return parse_sampling_params(values, defaults=defaults, ignore_unknown=True)
 
 
+def request_timeout(raw: RawRequest) -> float | None:
+    """Seconds that the request allows itself, from its arrival; None if it sets no limit.
+
+    Over gRPC the parameter ``timeout`` is the request's own; over HTTP it is a plain parameter.
+
+    Raises:
+        RequestError: INVALID_ARG, it is no whole number of microseconds.
+    """
+    timeout: Any = raw.timeout_us
+    if not timeout and '"timeout"' in raw.parameters:
+        timeout = _json_object("parameters", raw.parameters).get("timeout")
+        if isinstance(timeout, str) and timeout.isdecimal():
+            timeout = int(timeout[:20])
+        if type(timeout) is not int or timeout < 0:
+            raise invalid("timeout", "must be a whole number of microseconds")
+    return timeout / 1e6 if timeout else None
+
+
 def _prompt_ids(raw: RawRequest) -> list[int] | None:
     array = raw.tensors.get("input_ids")
     if array is None:
@@ -242,7 +268,9 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
         raise invalid("cache_salt", f"must have at most {MAX_SALT_CHARS} characters")
     params = SamplingParams() if control is not None else _sampling_params(raw, defaults)
     returns = frozenset(
-        name for name in OUTPUTS if f"return_{name}" in INPUTS and _flag(raw, f"return_{name}")
+        name.removeprefix("return_")
+        for name in INPUTS
+        if name.startswith("return_") and _flag(raw, name)
     )
     shows_logprobs = params.logprobs is not None
     if "cumulative_logprob" in returns and not shows_logprobs:
@@ -335,23 +363,31 @@ class ResponseBuilder:
         if "num_cached_tokens" in returns:
             tensors["num_cached_tokens"] = np.array([output.num_cached_tokens], np.uint32)
         if "perf_metrics" in returns:
-            tensors["perf_metrics"] = _strings([_perf_json(output)])
+            tensors.update(_times(output.times))
         return tensors
 
 
-def _perf_json(output: RequestOutput) -> str:
-    """Seconds from the request's arrival; null for what has not happened."""
-    times = output.times
+def _times(times: RequestTimes) -> dict[str, Array]:
+    """Moments in nanoseconds since 1970; 0 for what has not happened."""
+    moments = {
+        "arrival_time_ns": times.arrival,
+        "first_scheduled_time_ns": times.first_scheduled,
+        "first_token_time_ns": times.first_token,
+        "last_token_time_ns": times.last_token,
+    }
+    return {
+        name: np.array([round(moment * 1e9) + _EPOCH_NS if moment else 0], np.int64)
+        for name, moment in moments.items()
+    }
 
-    def since_arrival(moment: float) -> float | None:
-        return round(moment - times.arrival, 6) if moment else None
 
-    return json.dumps(
-        {
-            "queue_seconds": since_arrival(times.first_scheduled),
-            "first_token_seconds": since_arrival(times.first_token),
-            "total_seconds": since_arrival(times.finished),
-        }
+def output_bytes(output: RequestOutput) -> int:
+    """About how many bytes of response ``output`` makes, rather too many than too few."""
+    return sum(
+        4 * len(delta.text)
+        + 8 * len(delta.token_ids)
+        + _LOGPROB_BYTES * sum(len(token) for token in delta.logprobs)
+        for delta in output.deltas.values()
     )
 
 

@@ -2,7 +2,9 @@
 
 It alone talks to Triton about a request once that was accepted, so that no poll can follow a final
 flag. Every registered request gets exactly one final flag, on the response that ends it. When sending
-lags, deltas of one request that nobody has sent yet are merged in place, so nothing queues up.
+lags, deltas of one request that nobody has sent yet are merged in place, so nothing queues up; a
+stream's response is not merged beyond ``MAX_RESPONSE_BYTES``, but sent in two. What one step brought
+is never split, and what is not streamed is one response whatever its size.
 """
 
 from __future__ import annotations
@@ -20,19 +22,30 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from trident_llm.core.errors import ErrorCode, RequestError
+from trident_llm.core.sampling_params import SamplingParams
+from trident_llm.engine.engine import CANCELLED
 from trident_llm.engine.output import RequestOutput
-from trident_llm.serving.protocol import ResponseBuilder, error_text
+from trident_llm.serving.metrics import Metrics, RequestProgress
+from trident_llm.serving.protocol import ResponseBuilder, error_text, output_bytes
 from trident_llm.serving.watch import ServerWatch
 
 logger = logging.getLogger("trident")
 
 Tensors = dict[str, npt.NDArray[Any]]
 
+MAX_RESPONSE_BYTES = 256 * 1024
 TICK_SECONDS = 0.05
 # At most 500 polls a second, each a round trip to the server; most for requests without a token yet,
 # which nothing else would notice.
 POLLS_PER_TICK = 25
 LATE_POLLS_PER_TICK = 5
+
+TIMED_OUT = RequestError(
+    ErrorCode.UNAVAILABLE,
+    "timeout",
+    "has passed before the request was done; allow it more time or ask for fewer tokens",
+)
+_NOT_BUILT = RequestError(ErrorCode.INTERNAL, "response", "could not be built")
 
 
 @dataclass(eq=False)
@@ -42,33 +55,49 @@ class RequestHandle:
     request_id: str
     sender: Any
     arrival: float = field(default_factory=time.monotonic)
-    builder: ResponseBuilder | None = None  # set once the request is parsed
+    deadline: float | None = None  # time.monotonic() seconds
+    builder: ResponseBuilder | None = None  # set, with the next two, once the request is parsed
+    params: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = False
-    stream_interval: int = 1
-    cancelled: bool = False
+    abort_error: RequestError | None = None  # why the request is to end, once that is known
     has_token: bool = False
+    progress: RequestProgress = field(default_factory=RequestProgress)
     last_poll: float = 0.0
+
+
+@dataclass
+class _Mail:
+    """Outputs of one request that nobody has sent; all but the last are full."""
+
+    outputs: list[RequestOutput]
+    size: int  # of the last one, in bytes, about
 
 
 class Responder:
     """Owns all live :class:`RequestHandle` objects.
 
     Args:
-        abort: asks the engine to end a request that its client has cancelled; must not block.
+        abort: asks the engine to end a request with an error; must not block.
         watch: asked while requests are in flight whether the server leaves.
         leave: called once when it does; must not block.
+        metrics: None on a server that keeps none.
     """
 
     def __init__(
-        self, abort: Callable[[str], None], watch: ServerWatch, leave: Callable[[], None]
+        self,
+        abort: Callable[[str, RequestError], None],
+        watch: ServerWatch,
+        leave: Callable[[], None],
+        metrics: Metrics | None = None,
     ) -> None:
         self._abort = abort
         self._watch = watch
         self._leave = leave
+        self._metrics = metrics
         self._leaving = False
         self._changed = threading.Condition()
         self._active: dict[str, RequestHandle] = {}
-        self._mail: dict[str, RequestOutput] = {}  # not sent yet, by request
+        self._mail: dict[str, _Mail] = {}
         self._due: dict[str, None] = {}  # requests whose mail may be sent, in order
         self._answers: list[tuple[RequestHandle, Tensors | RequestError]] = []
         self._stopping = False
@@ -90,21 +119,31 @@ class Responder:
                 handle = self._active.get(output.request_id)
                 if handle is None:
                     continue
-                waiting = self._mail.get(output.request_id)
-                if waiting is None:
-                    waiting = self._mail[output.request_id] = output
-                else:
-                    waiting.merge(output)
-                if self._is_due(handle, waiting):
+                mail = self._put(handle, output)
+                if self._is_due(handle, mail):
                     self._due[output.request_id] = None
             if self._due:
                 self._changed.notify()
 
-    def _is_due(self, handle: RequestHandle, mail: RequestOutput) -> bool:
-        if mail.finished:
+    def _put(self, handle: RequestHandle, output: RequestOutput) -> _Mail:
+        size = output_bytes(output)
+        mail = self._mail.get(handle.request_id)
+        if mail is None:
+            mail = self._mail[handle.request_id] = _Mail([output], size)
+        elif handle.stream and mail.size + size > MAX_RESPONSE_BYTES:
+            mail.outputs.append(output)
+            mail.size = size
+        else:
+            mail.outputs[-1].merge(output)
+            mail.size += size
+        return mail
+
+    def _is_due(self, handle: RequestHandle, mail: _Mail) -> bool:
+        newest = mail.outputs[-1]
+        if newest.finished or len(mail.outputs) > 1:
             return True
-        most = max((len(delta.token_ids) for delta in mail.deltas.values()), default=0)
-        return handle.stream and most >= handle.stream_interval
+        most = max((len(delta.token_ids) for delta in newest.deltas.values()), default=0)
+        return handle.stream and most >= handle.params.stream_interval
 
     def answer(self, handle: RequestHandle, answer: Tensors | RequestError) -> None:
         """Ends a request that never reached the engine: with tensors or an error."""
@@ -146,42 +185,60 @@ class Responder:
                     return
             for handle, answer in answers:
                 self._send_answer(handle, answer)
-            for handle, output in due:
-                self._send_output(handle, output)
+            for handle, mail in due:
+                for output in mail.outputs:
+                    self._send_output(handle, output)
             if time.monotonic() >= next_tick:
-                self._poll_cancelled()
-                self._poll_server()
+                self._tick()
                 next_tick = time.monotonic() + TICK_SECONDS
 
     def _send_answer(self, handle: RequestHandle, answer: Tensors | RequestError) -> None:
         if isinstance(answer, RequestError):
-            self._send(handle, _error_response(answer), final=True)
+            self._send_error(handle, answer)
         else:
+            if self._metrics is not None:
+                self._metrics.controlled()
             self._send(handle, _response(answer), final=True)
 
+    def _send_error(self, handle: RequestHandle, error: RequestError) -> None:
+        if self._metrics is not None:
+            self._metrics.failed(error.code)
+        self._send(handle, _error_response(error), final=True)
+
     def _send_output(self, handle: RequestHandle, output: RequestOutput) -> None:
-        handle.has_token = True
+        if handle.sender is None:
+            return  # a send before this one failed, and with it the request
         if output.error is not None:
-            self._send(handle, _error_response(output.error), final=True)
+            self._send_error(handle, output.error)
             return
         assert handle.builder is not None, "only parsed requests reach the engine"
+        handle.has_token = True
         try:
             response = _response(handle.builder.tensors(output))
         except Exception:
             logger.exception("a response could not be built")
-            self._abort(handle.request_id)
-            failed = RequestError(ErrorCode.INTERNAL, "response", "could not be built")
-            self._send(handle, _error_response(failed), final=True)
+            self._abort(handle.request_id, _NOT_BUILT)
+            self._send_error(handle, _NOT_BUILT)
             return
+        if self._metrics is not None:
+            now = time.monotonic()
+            self._metrics.sent(handle.progress, output, now)
+            if output.finished:
+                self._metrics.finished(handle.progress, output, handle.params, now)
         self._send(handle, response, final=output.finished)
 
     def _send(self, handle: RequestHandle, response: Any, *, final: bool) -> None:
+        if final:
+            self._tell_if_last()
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         try:
             handle.sender.send(response, flags=flags)
         except Exception:
             logger.exception("a response could not be sent")
-            self._abort(handle.request_id)
+            self._abort(handle.request_id, _NOT_BUILT)
+            if not final and self._metrics is not None:
+                self._metrics.failed(ErrorCode.INTERNAL)
+                self._tell_if_last()
             self._send_bare_final(handle)
             final = True
         if final:
@@ -200,10 +257,48 @@ class Responder:
             logger.exception("a final flag could not be sent; the request pins the model")
             self.broken = True
 
+    # ---- what only may be asked or told while a request is without its final flag ---------------
+
+    def _tick(self) -> None:
+        if not self._active:
+            return
+        self._check_deadlines()
+        self._poll_cancelled()
+        if not self._leaving and self._watch.server_leaves():
+            logger.info("the server is leaving")
+            self._leaving = True
+            self._leave()
+        self._tell(lambda metrics: metrics.push(time.monotonic()))
+
+    def _tell_if_last(self) -> None:
+        """Before the last final flag: what the server is not told now it cannot be told after."""
+        if len(self._active) == 1:
+            self._tell(Metrics.push_idle)
+
+    def _tell(self, push: Callable[[Metrics], None]) -> None:
+        if self._metrics is None:
+            return
+        try:
+            push(self._metrics)
+        except Exception:
+            logger.exception("metrics could not be updated and are given up")
+            self._metrics = None
+
+    def _open_handles(self) -> list[RequestHandle]:
+        """Handles of requests that nothing has ended yet."""
+        with self._changed:
+            return [handle for handle in self._active.values() if handle.abort_error is None]
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for handle in self._open_handles():
+            if handle.deadline is not None and now >= handle.deadline:
+                handle.abort_error = TIMED_OUT
+                self._abort(handle.request_id, TIMED_OUT)
+
     def _poll_cancelled(self) -> None:
         now = time.monotonic()
-        with self._changed:
-            handles = [handle for handle in self._active.values() if not handle.cancelled]
+        handles = self._open_handles()
         late = [handle for handle in handles if handle.has_token]
         early = [handle for handle in handles if not handle.has_token]
         num_late = min(len(late), max(LATE_POLLS_PER_TICK, POLLS_PER_TICK - len(early)))
@@ -212,18 +307,13 @@ class Responder:
         for handle in chosen:
             handle.last_poll = now
             try:
-                handle.cancelled = handle.sender.is_cancelled()
+                cancelled = handle.sender.is_cancelled()
             except Exception:
                 logger.exception("asking for a cancel failed")
                 continue
-            if handle.cancelled:
-                self._abort(handle.request_id)
-
-    def _poll_server(self) -> None:
-        if self._active and not self._leaving and self._watch.server_leaves():
-            logger.info("the server is leaving")
-            self._leaving = True
-            self._leave()
+            if cancelled:
+                handle.abort_error = CANCELLED
+                self._abort(handle.request_id, CANCELLED)
 
 
 def _response(tensors: Tensors) -> Any:

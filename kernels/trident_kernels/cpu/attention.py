@@ -66,8 +66,8 @@ as_packed_bf16 = as_bf16 if native_bf16_dot() else as_f32
 def _span(tables: Any, seq: int, shape: Shape) -> tuple[int, int, int, int, bool]:
     """(query tokens, context, first key (a multiple of KEY_TILE), keys, cut into segments?)."""
     _, cu_seqlens_q, seq_lens = tables
-    tokens = np.int64(cu_seqlens_q[seq + 1]) - np.int64(cu_seqlens_q[seq])
-    keys = np.int64(seq_lens[seq])
+    tokens: Any = np.int64(cu_seqlens_q[seq + 1]) - np.int64(cu_seqlens_q[seq])
+    keys: Any = np.int64(seq_lens[seq])
     context = keys - tokens
     split = tokens == 1 or tokens * shape.group <= SPLIT_ROWS
     unit = SEGMENT if split else KEY_TILE

@@ -376,7 +376,8 @@ def max_lanes(typing: Any, value: Any) -> Any:
 def _exp2_coefficients(degree: int = 5) -> list[float]:
     """Highest power first; near-minimax for 2**f on [-0.5, 0.5] with relative error below 2e-7."""
     f = 0.5 * np.cos(np.pi * (np.arange(64) + 0.5) / 64)
-    fit = np.polynomial.chebyshev.Chebyshev.fit(f, np.exp2(f), degree, domain=[-0.5, 0.5])
+    chebyshev: Any = np.polynomial.chebyshev.Chebyshev
+    fit = chebyshev.fit(f, np.exp2(f), degree, domain=[-0.5, 0.5])
     power = fit.convert(kind=np.polynomial.Polynomial, domain=[-1, 1]).coef
     power[0] = 1.0  # 2**0 must be exactly 1: skipping a fully masked tile then changes no bit
     return [float(c) for c in power[::-1]]

@@ -1,0 +1,102 @@
+"""What a model's folder says: the engine's settings, and the tokenizer and chat template beside them.
+
+Everything wrong here is a :class:`ConfigError` (or a tokenizer's or template's own error) with one
+sentence that says what to change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trident_llm.core.config import EngineConfig, parse_engine_config
+from trident_llm.core.errors import ConfigError
+from trident_llm.text.chat import ChatTemplate
+from trident_llm.text.tokenizer import Tokenizer
+
+
+def read_settings(version_folder: Path) -> tuple[EngineConfig, list[str]]:
+    """The engine's settings from ``model.json`` in the version folder, and warnings."""
+    file = version_folder / "model.json"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} is missing; it must hold the engine's settings, at least "
+            '{"model": "/path/to/model/folder"}'
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+        raise ConfigError(f'{file} must be a JSON object with "model": a model folder')
+    model = version_folder / settings["model"]  # an absolute path stays as it is
+    config, warnings = parse_engine_config({**settings, "model": str(model)})
+    if not settings["model"] or not model.exists():
+        raise ConfigError(
+            f"model: {model} does not exist; give the folder of a Hugging Face model or a .gguf "
+            "file on this machine, since none is downloaded"
+        )
+    return config, warnings
+
+
+def reports_metrics(model_config: Mapping[str, Any]) -> bool:
+    """Whether config.pbtxt leaves metrics on, under the name that vllm_backend's users know."""
+    parameter = model_config.get("parameters", {}).get("REPORT_CUSTOM_METRICS", {})
+    return str(parameter.get("string_value", "true")).strip().lower() != "false"
+
+
+def load_texts(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template, which a GGUF file without a folder holds itself."""
+    if config.tokenizer is not None:
+        return _texts_of_folder(Path(config.tokenizer))
+    path = Path(config.model)
+    if path.is_dir() and any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return _texts_of_folder(path)
+    # Imported here: only this needs numpy's and tokenizers' larger half.
+    from trident_llm.model.gguf import GgufFile, find_gguf
+    from trident_llm.model.gguf_tokenizer import write_tokenizer
+
+    gguf = find_gguf(path)
+    if gguf is None:
+        return _texts_of_folder(path)
+    with tempfile.TemporaryDirectory(prefix="trident-tokenizer-") as folder:
+        write_tokenizer(GgufFile(gguf), Path(folder))
+        return _texts_of_folder(Path(folder))
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _texts_of_folder(folder: Path) -> tuple[Tokenizer, ChatTemplate | None]:
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+
+
+def choose_device(args: Mapping[str, str]) -> None:
+    """Lets this process see the device of its instance alone; must come before torch is imported.
+
+    KIND_GPU computes on the device that Triton names, KIND_CPU on none. KIND_MODEL leaves the choice
+    to the setting ``device``.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names fewer devices than Triton counts.
+    """
+    kind = args.get("model_instance_kind")
+    if kind == "CPU":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if kind != "GPU":
+        return
+    device = args.get("model_instance_device_id", "0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        devices = [entry.strip() for entry in visible.split(",")]
+        if int(device) >= len(devices):
+            raise ConfigError(
+                f"instance_group asks for GPU {device}, but CUDA_VISIBLE_DEVICES names only "
+                f"{len(devices)} of them"
+            )
+        device = devices[int(device)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = device

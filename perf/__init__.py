@@ -1,0 +1,1 @@
+"""Benchmarks. They may import anything of the project; nothing of it imports them."""
