@@ -56,7 +56,9 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.stop_stream(cancel_requests=True)
+        # Not cancelled: a cancel after the last response leaves the request behind in the front end
+        # of older servers, which then cannot unload the model.
+        self._client.stop_stream()
         self._client.close()
 
     def _callback(self, result: Any, error: Any) -> None:

@@ -277,7 +277,8 @@ class TritonPythonModel:
             }
 
         stats: dict[str, Any] = self._loop.call(snapshot)
-        return stats
+        # Requests without their final flag; this one is among them.
+        return {**stats, "num_open_requests": self._responder.num_active}
 
 
 def _configure_logging() -> None:

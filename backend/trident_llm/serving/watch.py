@@ -21,6 +21,8 @@ from pathlib import Path
 logger = logging.getLogger("trident")
 
 POLL_SECONDS = 0.5
+# Until the model is called ready for the first time, which is a moment after it has loaded.
+FIRST_POLL_SECONDS = 0.05
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -87,7 +89,9 @@ class ServerWatch:
         return self._leaves
 
     def _run(self) -> None:
-        while not self._leaves and not self._stop.wait(POLL_SECONDS):
+        while not self._leaves:
+            if self._stop.wait(POLL_SECONDS if self._was_ready else FIRST_POLL_SECONDS):
+                return
             ready = self._ask()
             if ready is not None:
                 self._leaves = self._was_ready and not ready
