@@ -55,10 +55,10 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # Not cancelled: a cancel after the last response leaves the request behind in the front end
-        # of older servers, which then cannot unload the model.
-        self._client.stop_stream()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        # Not cancelled when all went well: a cancel after the last response leaves the request behind
+        # in the front end of older servers, which then cannot unload the model.
+        self._client.stop_stream(cancel_requests=error is not None)
         self._client.close()
 
     def _callback(self, result: Any, error: Any) -> None:

@@ -184,17 +184,18 @@ def test_when_the_input_comes_back(tiny_server: RunningServer) -> None:
     assert "When streaming, `exclude_input_in_output` = False is not allowed." in message
 
 
-def test_a_cancel_has_one_callback_and_ends_the_request(tiny_server: RunningServer) -> None:
+def test_a_cancel_has_one_callback_and_ends_the_requests(tiny_server: RunningServer) -> None:
     before = tiny_server.idle_stats()["scheduled_tokens"]
     with Stream(tiny_server.grpc_port) as stream, tiny_server.client() as client:
-        stream.send("llm", make_inputs(PROMPT, {**GREEDY, "max_tokens": 230}))
-        wait_for(lambda: client.stats()["scheduled_tokens"] > before, "it is being computed")
+        for _ in range(12):  # some run, some wait
+            stream.send("llm", make_inputs(PROMPT, {**GREEDY, "max_tokens": 230}))
+        wait_for(lambda: client.stats()["scheduled_tokens"] > before, "they are being computed")
         stream.cancel()
         ((result, error),) = stream.wait_for(1)
     assert result is None
     assert error.status() == "StatusCode.CANCELLED"
     after = tiny_server.idle_stats()["scheduled_tokens"]
-    assert after - before < 230
+    assert after - before < 12 * 230
 
 
 def test_parameters_as_a_tensor_and_as_request_parameters(tiny_server: RunningServer) -> None:
@@ -247,13 +248,13 @@ def test_a_salt_keeps_prefixes_apart(tiny_server: RunningServer) -> None:
 def test_a_deadline_ends_a_request_and_says_so(tiny_server: RunningServer) -> None:
     inputs = make_inputs(PROMPT, {**GREEDY, "max_tokens": 230}, stream=True)
     with Stream(tiny_server.grpc_port) as stream:
-        stream.send("llm", inputs, timeout=60_000)
+        stream.send("llm", inputs, timeout=1000)
         results = stream.wait_for(1)
     *data, (_, error) = results
     assert [error for _, error in data] == [None] * len(data)
     assert error.message().startswith("UNAVAILABLE timeout: has passed")
     body = {
-        "text_input": PROMPT, "timeout": 60_000,
+        "text_input": PROMPT, "timeout": 1000,
         "sampling_parameters": json.dumps({**GREEDY, "max_tokens": 230}),
     }  # fmt: skip
     _, text = tiny_server.post("/v2/models/llm/generate", body)
