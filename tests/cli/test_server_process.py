@@ -108,7 +108,8 @@ def test_a_killed_keeper_takes_the_server_with_it(tmp_path: Path) -> None:
 
 def test_the_keeper_ends_a_server_that_ignores_the_end_of_its_pipe(tmp_path: Path) -> None:
     script = tmp_path / "server"
-    script.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 60; done\n")
+    ignores = tmp_path / "ignores"
+    script.write_text(f"#!/bin/sh\ntrap '' TERM\n: > '{ignores}'\nwhile :; do sleep 60; done\n")
     script.chmod(0o755)
     command = [sys.executable, "-I", "-S", str(keeper.__file__), "0.2", "none_", str(tmp_path)]
     with subprocess.Popen(
@@ -117,6 +118,7 @@ def test_the_keeper_ends_a_server_that_ignores_the_end_of_its_pipe(tmp_path: Pat
         assert process.stdin is not None
         assert process.stdout is not None
         server = int(process.stdout.readline())
+        wait_for(ignores.exists, "the server ignores the signal")
         process.stdin.close()
         assert process.wait(30) == 128 + signal.SIGKILL
         assert processes_of_group_of(server) == []
