@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -529,11 +528,3 @@ class Scheduler:
     def reset_stats(self) -> None:
         """Starts counting anew, after a warm-up."""
         self.stats = SchedulerStats()
-
-    def unfinished(self) -> Iterator[Request]:
-        """Requests that have not ended, each once."""
-        seen: set[Request] = set()
-        for seq in [*self.running, *self.waiting]:
-            if seq.request not in seen:
-                seen.add(seq.request)
-                yield seq.request
