@@ -61,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         seed=st.integers(0, 3),
         skip=st.booleans(),
+        lockstep=st.booleans(),
     )
     def add(
         self,
@@ -71,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         seed: int,
         skip: bool,
+        lockstep: bool,
     ) -> None:
         if len(prompt) + max_tokens > self.config.max_model_len:
             return  # refused at the door
@@ -82,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             skip_reading_prefix_cache=skip,
         )
         request = Request(str(len(self.requests)), prompt, params, cache_salt=salt)
+        request.in_lockstep = lockstep
         self.scheduler.add(request)
         self.requests.append(request)
 
@@ -89,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.scheduler.schedule()
         if output is None:
             return False
+        sampling = [seq for seq in self.scheduler.running if seq.num_placeholders]
+        assert all(seq.num_placeholders == 1 for seq in sampling if seq.request.in_lockstep)
         self.launched.append(self.device.launch(output))
         rows = [self.device.rows[scheduled.row] for scheduled in output.scheduled_rows]
         self.written.append({block_id for row in rows for block_id in row.table})

@@ -42,6 +42,9 @@ class Request:
     params: SamplingParams
     arrival: int = 0  # order of arrival, set by the scheduler
     cache_salt: str = ""
+    # The host decides what may follow a token (a grammar, a beam search): a sequence is scheduled
+    # only once its last token is known, however far steps are launched ahead.
+    in_lockstep: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     # Of the prompt tokens from the second on, as far as computed; only if asked for.
     prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)

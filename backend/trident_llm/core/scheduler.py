@@ -173,6 +173,8 @@ class Scheduler:
         preempted = self.stats.num_preemptions
         done: set[Sequence] = set()
         for seq in list(self.running):
+            if seq.num_placeholders and seq.request.in_lockstep:
+                continue
             if seq.num_remaining == 1 and not seq.exhausted and budget > 0:
                 budget -= self._schedule_running(step, seq, 1, done)
         prefills = [seq for seq in self.running if seq.num_remaining > 1]
