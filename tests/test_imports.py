@@ -19,7 +19,9 @@ ALLOWED = {
     "backend/trident_llm/model": {
         "trident_llm.core", "trident_kernels", "torch", "numpy", "safetensors", "gguf", "tokenizers",
     },
-    "backend/trident_llm/engine": {"trident_llm.core", "trident_llm.text", "trident_llm.model"},
+    "backend/trident_llm/engine": {
+        "trident_llm.core", "trident_llm.text", "trident_llm.model", "numpy",
+    },
     "backend/trident_llm/serving": {
         "trident_llm.core", "trident_llm.text", "trident_llm.engine", "trident_llm.model", "numpy",
         "triton_python_backend_utils",

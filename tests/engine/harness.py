@@ -55,8 +55,9 @@ class Harness:
         self._count += 1
         name = f"r{self._count}"
         values = {"temperature": 0.0, "ignore_eos": True, "seed": 0, "max_tokens": 8, **params}
-        salt = values.pop("salt", "")
-        self.engine.add(Request(name, prompt, SamplingParams(**values), cache_salt=salt))
+        salt, grammar = values.pop("salt", ""), values.pop("grammar", None)
+        request = Request(name, prompt, SamplingParams(**values), cache_salt=salt)
+        self.engine.add(request, grammar=grammar)
         return name
 
     def step(self) -> list[RequestOutput]:

@@ -20,6 +20,18 @@ MAX_N = 64
 MAX_STOP_TOKEN_IDS = 1024
 GREEDY_BELOW = 1e-5  # temperatures under this choose the most likely token
 
+# Names that describe the output's form. What they hold is read where grammars are known.
+GRAMMAR_PARAMETERS = (
+    "structured_outputs",
+    "guided_decoding",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json_object",
+    "response_format",
+)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -127,14 +139,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 1),
     "length_penalty": (1,),
     "early_stopping": (False, None),
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json_object": (None, False),
-    "response_format": (None,),
     "lora_name": (None, ""),
     "flat_logprobs": (False,),
     "logprob_token_ids": (None,),
@@ -154,8 +158,9 @@ def parse_sampling_params(
 ) -> SamplingParams:
     """Parameters from the JSON object that a request carries.
 
-    ``defaults`` fill what ``values`` leaves out (a model's generation_config). ``ignore_unknown`` is
-    for request parameters, where headers and traces arrive under names of their own.
+    What :data:`GRAMMAR_PARAMETERS` name is left to others. ``defaults`` fill what ``values`` leaves
+    out (a model's generation_config). ``ignore_unknown`` is for request parameters, where headers
+    and traces arrive under names of their own.
 
     Raises:
         RequestError: INVALID_ARG naming ``sampling_parameters.<name>``.
@@ -168,8 +173,8 @@ def parse_sampling_params(
         elif name in _UNSUPPORTED:
             if not _asks_for_nothing(value, _UNSUPPORTED[name]):
                 raise bad(name, "is not supported; leave it out")
-        elif not ignore_unknown:
-            known = ", ".join(sorted(_PARSERS))
+        elif not ignore_unknown and name not in GRAMMAR_PARAMETERS:
+            known = ", ".join(sorted((*_PARSERS, *GRAMMAR_PARAMETERS)))
             raise invalid(FIELD, f"holds an unknown name; the supported ones are: {known}")
     params = replace(defaults or SamplingParams(), **parsed)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:

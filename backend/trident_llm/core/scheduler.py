@@ -146,6 +146,12 @@ class Scheduler:
             self.finish(seq, reason)
 
     @property
+    def newest_sampled(self) -> list[Sequence]:
+        """The sequences that sample in the newest step, in the order of its ``sampled_rows``."""
+        step = self._in_flight[-1]
+        return step.sampled + step.forked
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._in_flight)
 

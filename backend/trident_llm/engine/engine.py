@@ -10,15 +10,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from trident_llm.core.config import SchedulerConfig
 from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.messages import SchedulerOutput, StepResult
 from trident_llm.core.request import FinishReason, Request
 from trident_llm.core.scheduler import NOTHING_ALLOWED, Scheduler
+from trident_llm.engine.grammar import OutputGrammar
 from trident_llm.engine.output import ActiveRequest, RequestOutput, SequenceDelta
+from trident_llm.text.grammar.compiler import FIELD as GRAMMAR_FIELD
+from trident_llm.text.grammar.matcher import CompiledGrammar, allocate_bitmask
 from trident_llm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from trident_llm.model.sampling.mask import TokenMask
 
 logger = logging.getLogger("trident")
 
@@ -38,6 +46,9 @@ NOTHING_TO_SAMPLE = RequestError(
     "left no token to choose: allowed_token_ids, bad_words and min_tokens together forbid all; allow "
     "more",
 )
+OUTSIDE_GRAMMAR = RequestError(
+    ErrorCode.INTERNAL, "structured_outputs", "could not be followed to the end; this is our fault"
+)
 CANCELLED = RequestError(ErrorCode.CANCELLED, "request", "cancelled by the client")
 
 
@@ -48,8 +59,8 @@ class EngineDeadError(RuntimeError):
 class StepExecutor(Protocol):
     """What the engine needs of :class:`trident_llm.model.executor.Executor`."""
 
-    def launch(self, output: SchedulerOutput) -> Any:
-        """Starts a step."""
+    def launch(self, output: SchedulerOutput, mask: TokenMask | None = None) -> Any:
+        """Starts a step; ``mask`` says what the grammars of some sampled rows allow."""
 
     def collect(self, launched: Any) -> StepResult:
         """Waits for the oldest launched step."""
@@ -76,10 +87,25 @@ class Engine:
         self._ended: list[RequestOutput] = []  # outputs made outside a step's results
         self._failed_steps = 0
 
-    def add(self, request: Request, arrival: float | None = None) -> None:
-        """Takes a checked request in; ``arrival`` is its ``time.monotonic()``, now if absent."""
+    def add(
+        self,
+        request: Request,
+        arrival: float | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
+        """Takes a checked request in.
+
+        Args:
+            arrival: its ``time.monotonic()``, now if absent.
+            grammar: what each of its sequences must follow.
+        """
         assert request.request_id not in self._active, "request ids are unique"
         active = ActiveRequest(request, self._tokenizer)
+        if grammar is not None:
+            params = request.params
+            ends = self.config.eos_token_ids.union(params.stop_token_ids)
+            active.grammar = OutputGrammar(grammar, params.num_sequences, params.min_tokens, ends)
+            request.in_lockstep = True  # a mask needs the token before it
         if arrival is not None:
             active.times.arrival = arrival
         self._active[request.request_id] = active
@@ -138,20 +164,51 @@ class Engine:
             for seq in self.scheduler.running:
                 times = self._active[seq.request.request_id].times
                 times.first_scheduled = times.first_scheduled or now
-        self._launched.append(self._executor.launch(output))
+        self._launched.append(self._executor.launch(output, self._token_mask()))
         return True
+
+    def _token_mask(self) -> TokenMask | None:
+        """What grammars allow the rows that sample in the step just scheduled."""
+        masked = [
+            (line, seq, grammar)
+            for line, seq in enumerate(self.scheduler.newest_sampled)
+            if seq.request.in_lockstep
+            and (grammar := self._active[seq.request.request_id].grammar) is not None
+        ]
+        if not masked:
+            return None
+        from trident_llm.model.sampling.mask import TokenMask
+
+        bits = allocate_bitmask(len(masked), masked[0][2].vocab_size)
+        for place, (_, seq, grammar) in enumerate(masked):
+            refusal = grammar.fill(seq, bits, place)
+            if refusal is not None:  # the step goes on without it: its token will be dropped
+                error = RequestError(ErrorCode.INVALID_ARG, GRAMMAR_FIELD, refusal)
+                self.abort(seq.request.request_id, error)
+        return TokenMask(np.asarray([line for line, _, _ in masked]), bits)
 
     def _settle(self, result: StepResult) -> list[RequestOutput]:
         """Outputs for one step's results."""
         deltas: dict[ActiveRequest, dict[int, SequenceDelta]] = {}
         for update in self.scheduler.update(result):
             seq = update.sequence
-            active = self._active[seq.request.request_id]
+            active = self._active.get(seq.request.request_id)
+            if active is None:
+                continue  # another of its sequences has just failed
             if seq.finish_reason is FinishReason.ERROR:
                 forbidden = seq.stop_reason == NOTHING_ALLOWED
                 self.abort(seq.request.request_id, NOTHING_TO_SAMPLE if forbidden else NOT_FINITE)
                 deltas.pop(active, None)
                 continue
+            if active.grammar is not None:
+                refusal = active.grammar.accept(seq, update.token_ids)
+                if refusal is not None:
+                    logger.error("a sampled token was refused: %s", refusal)
+                    self.abort(seq.request.request_id, OUTSIDE_GRAMMAR)
+                    deltas.pop(active, None)
+                    continue
+                if active.grammar.is_over(seq):
+                    self.scheduler.finish(seq, FinishReason.STOP, active.grammar.stop_reason)
             delta, stop = active.process(update)
             if stop is not None:
                 self.scheduler.finish(seq, FinishReason.STOP, stop)

@@ -18,6 +18,7 @@ from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.request import Request
 from trident_llm.engine.engine import CANCELLED, Engine, EngineDeadError
 from trident_llm.engine.output import RequestOutput
+from trident_llm.text.grammar.matcher import CompiledGrammar
 
 logger = logging.getLogger("trident")
 
@@ -32,6 +33,7 @@ IDLE_CHECK_SECONDS = 1.0
 class _Add:
     request: Request
     arrival: float
+    grammar: CompiledGrammar | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,11 @@ class EngineLoop:
         """Requests that were added and that the engine has not seen yet."""
         return self._num_queued
 
-    def add(self, request: Request, arrival: float) -> None:
+    def add(self, request: Request, arrival: float, grammar: CompiledGrammar | None = None) -> None:
+        """Hands a request over; see :meth:`Engine.add`."""
         with self._lock:
             self._num_queued += 1
-        self._inbox.put(_Add(request, arrival))
+        self._inbox.put(_Add(request, arrival, grammar))
 
     def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
         self._inbox.put(_Abort(request_id, error))
@@ -156,12 +159,9 @@ class EngineLoop:
 
     def _handle(self, engine: Engine, command: _Add | _Abort | _Stop | _Call) -> None:
         if isinstance(command, _Add):
+            engine.add(command.request, command.arrival, command.grammar)
             if self.dead or self._stopping:
-                error = DEAD if self.dead else LEAVING
-                engine.add(command.request, command.arrival)
-                engine.abort(command.request.request_id, error)
-            else:
-                engine.add(command.request, command.arrival)
+                engine.abort(command.request.request_id, DEAD if self.dead else LEAVING)
             with self._lock:
                 self._num_queued -= 1
         elif isinstance(command, _Abort):

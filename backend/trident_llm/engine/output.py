@@ -14,6 +14,7 @@ from trident_llm.core.errors import RequestError
 from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.request import FinishReason, Request, Sequence
 from trident_llm.core.scheduler import SequenceUpdate
+from trident_llm.engine.grammar import OutputGrammar
 from trident_llm.text.detokenizer import Detokenizer
 from trident_llm.text.stop import StopMatcher
 from trident_llm.text.tokenizer import Tokenizer
@@ -142,6 +143,7 @@ class ActiveRequest:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self.request = request
+        self.grammar: OutputGrammar | None = None  # set by the engine
         self.times = RequestTimes(arrival=time.monotonic())
         self._texts = [_SequenceText(request, tokenizer) for _ in range(params.num_sequences)]
         self._cumulative = [0.0] * params.num_sequences

@@ -21,6 +21,7 @@ from trident_llm.model.config import ModelConfig, weight_bytes
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache, block_bytes
 from trident_llm.model.runner import LaunchedStep, ModelRunner, RunnerConfig
+from trident_llm.model.sampling.mask import TokenMask
 
 DEFAULT_CPU_POOL = 2**30
 _DTYPES = {
@@ -271,9 +272,9 @@ class Executor:
             cache_identity=self.identity,
         )
 
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+    def launch(self, output: SchedulerOutput, mask: TokenMask | None = None) -> LaunchedStep:
         """Starts a step."""
-        return self.runner.launch(output)
+        return self.runner.launch(output, mask)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for the oldest launched step."""

@@ -21,6 +21,7 @@ from trident_llm.model.kv_cache import KVCache
 from trident_llm.model.prompt_scorer import PromptScores, PromptSpan, score_prompts
 from trident_llm.model.sampler import SampleOutput, Sampler
 from trident_llm.model.sampling.logprobs import to_host
+from trident_llm.model.sampling.mask import TokenMask
 from trident_llm.model.sampling.rows import RowSampling
 
 
@@ -67,8 +68,11 @@ class ModelRunner:
         self._sampler = Sampler(self._sampling, self._token_ids)
 
     @torch.inference_mode()
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Runs a step; on an accelerator it may still be running when this returns."""
+    def launch(self, output: SchedulerOutput, mask: TokenMask | None = None) -> LaunchedStep:
+        """Runs a step; on an accelerator it may still be running when this returns.
+
+        ``mask`` says which tokens the grammars of some sampled rows allow.
+        """
         self._apply_delta(output)
         self.kv_cache.copy_blocks(output.block_copies)
         spans = self._prompt_spans(output)
@@ -91,7 +95,7 @@ class ModelRunner:
         logits = self._fork(output, logits)
         row_index = np.asarray(rows, np.int64)
         lengths = self._num_tokens[row_index]
-        sampled = self._sampler.sample(logits, row_index, lengths)
+        sampled = self._sampler.sample(logits, row_index, lengths, mask)
         self._append(row_index, lengths, sampled.token_ids)
         num_logprobs: list[int] = self._sampling.num_logprobs[row_index].tolist()
         return LaunchedStep(output.step, sampled, num_logprobs, prompt_scores)

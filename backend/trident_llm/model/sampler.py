@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 
 from trident_llm.model.sampling.draw import draw, most_likely
-from trident_llm.model.sampling.edits import EditPlanner, apply_edits, on_device
+from trident_llm.model.sampling.edits import EditPlanner, apply_edits, apply_mask, on_device
 from trident_llm.model.sampling.logprobs import (
     TokenLogprobs,
     most_likely_logprobs,
     of_chosen,
 )
+from trident_llm.model.sampling.mask import TokenMask
 from trident_llm.model.sampling.rows import RowSampling
 
 IntArray = npt.NDArray[np.int64]
@@ -47,25 +48,35 @@ class Sampler:
         self._token_ids = token_ids
         self._planner = EditPlanner()
 
-    def sample(self, logits: torch.Tensor, rows: IntArray, lengths: IntArray) -> SampleOutput:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: IntArray,
+        lengths: IntArray,
+        mask: TokenMask | None = None,
+    ) -> SampleOutput:
         """Chooses one token per row.
 
         Args:
             logits: ``[L, V]`` float32, over the tokenizer's vocabulary; changed in place.
             rows: ``[L]`` the row of each line of logits.
             lengths: ``[L]`` tokens of the sequence so far, which is the position of the new one.
+            mask: what grammars allow some of the lines.
         """
         asked = np.flatnonzero(self.state.num_logprobs[rows] >= 0)
         raw = None
         if asked.size:
             wanted = logits.index_select(0, on_device(asked, logits))
             raw = most_likely_logprobs(wanted, int(self.state.num_logprobs[rows].max()))
-        edits = self._planner.plan(self.state, rows, lengths, logits)
+        edits = self._planner.plan(self.state, rows, lengths, logits, mask)
         raw_best = None
-        if edits is not None:
+        if edits is not None or mask is not None:
             # A mask may hide what is not finite: that is looked for before.
             raw_best = most_likely(logits)[0]
+        if edits is not None:
             apply_edits(logits, edits, self._token_ids, lengths)
+        if mask is not None:
+            apply_mask(logits, mask)
         best, token_ids = most_likely(logits)
         chance = np.flatnonzero(~self.state.greedy[rows])
         if chance.size:

@@ -34,13 +34,18 @@ from trident_llm.serving.protocol import (
 )
 from trident_llm.serving.responder import RequestHandle, Responder, Tensors
 from trident_llm.text.chat import ChatTemplate
+from trident_llm.text.grammar.compiler import GrammarCompiler
+from trident_llm.text.grammar.spec import GrammarSpec
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger("trident")
 
-NUM_THREADS = 2
+NUM_THREADS = 2  # that read requests; another one compiles grammars
 _UNEXPECTED = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
+
+
+_Tasks = queue.SimpleQueue[tuple[RequestHandle, Callable[[], None]] | None]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Intake:
 
     Args:
         stats: the snapshot that the ``stats`` control operation answers with.
+        grammars: compiles what structured outputs follow. It may take seconds, so requests that
+            need it wait on a thread of their own, and others never behind them.
         seed: makes the seeds given to requests without one repeatable; None draws them at random.
     """
 
@@ -71,6 +78,7 @@ class Intake:
         responder: Responder,
         *,
         stats: Callable[[], dict[str, Any]],
+        grammars: GrammarCompiler,
         seed: int | None = None,
     ) -> None:
         self._facts = facts
@@ -78,14 +86,14 @@ class Intake:
         self._responder = responder
         self._stats = stats
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
-        self._queue: queue.SimpleQueue[tuple[RequestHandle, RawRequest] | None] = (
-            queue.SimpleQueue()
-        )
+        self._grammars = grammars
+        self._unread: _Tasks = queue.SimpleQueue()
+        self._uncompiled: _Tasks = queue.SimpleQueue()
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run, name=f"trident-intake-{i}", daemon=True)
-            for i in range(NUM_THREADS)
+            threading.Thread(target=self._run, args=args, name=f"trident-intake-{i}", daemon=True)
+            for i, args in enumerate([(self._unread,)] * NUM_THREADS + [(self._uncompiled,)])
         ]
 
     def start(self) -> None:
@@ -94,31 +102,37 @@ class Intake:
 
     def stop(self) -> None:
         """Joins the threads, once what is queued is worked off."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
+        *readers, compiling = self._threads
+        for _ in readers:
+            self._unread.put(None)
+        for thread in readers:
             thread.join()
+        self._uncompiled.put(None)  # after the last one that a reader put there
+        compiling.join()
 
     def put(self, handle: RequestHandle, raw: RawRequest) -> None:
+        self._put(self._unread, handle, lambda: self._take_in(handle, raw))
+
+    def _put(self, tasks: _Tasks, handle: RequestHandle, task: Callable[[], None]) -> None:
         with self._lock:
             self._num_waiting += 1
-        self._queue.put((handle, raw))
+        tasks.put((handle, task))
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not been handed on yet."""
         return self._num_waiting
 
-    def _run(self) -> None:
+    def _run(self, tasks: _Tasks) -> None:
         while True:
-            item = self._queue.get()
+            item = tasks.get()
             if item is None:
                 return
-            handle, raw = item
+            handle, task = item
             try:
                 if handle.abort_error is not None:  # its client left while it lay here
                     raise handle.abort_error
-                self._take_in(handle, raw)
+                task()
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
@@ -150,7 +164,17 @@ class Intake:
         handle.stream = parsed.stream
         handle.params = params
         request = Request(handle.request_id, prompt_ids, params, cache_salt=parsed.cache_salt)
-        self._loop.add(request, handle.arrival)
+        spec = parsed.grammar
+        if spec is None or self._grammars.is_settled(spec):
+            self._hand_over(handle, request, spec)
+        else:
+            self._put(self._uncompiled, handle, lambda: self._hand_over(handle, request, spec))
+
+    def _hand_over(self, handle: RequestHandle, request: Request, spec: GrammarSpec | None) -> None:
+        grammar = None
+        if spec is not None:
+            grammar = self._grammars.compile(spec, field=spec.error_field)
+        self._loop.add(request, handle.arrival, grammar)
         if handle.abort_error is not None:
             # A cancel may have been seen before the engine knew the request.
             self._loop.abort(handle.request_id, handle.abort_error)

@@ -37,6 +37,8 @@ from trident_llm.serving.settings import (
     reports_metrics,
 )
 from trident_llm.serving.watch import ServerWatch, parent_endpoint
+from trident_llm.text.grammar.backend import Vocabulary
+from trident_llm.text.grammar.compiler import GrammarCompiler
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
 
@@ -136,8 +138,18 @@ class TritonPythonModel:
             vocab_size=self._vocab_size,
             defaults=self._defaults,
         )
+        self._grammars = GrammarCompiler(
+            Vocabulary.from_tokenizer(
+                tokenizer, vocab_size=self._vocab_size, stop_ids=sorted(limits.eos_token_ids)
+            )
+        )
         self._intake = Intake(
-            facts, self._loop, self._responder, stats=self._stats, seed=self._config.seed
+            facts,
+            self._loop,
+            self._responder,
+            stats=self._stats,
+            grammars=self._grammars,
+            seed=self._config.seed,
         )
         self._ids = itertools.count()
         self._intake.start()
@@ -225,6 +237,7 @@ class TritonPythonModel:
         """The server leaves: stops admission, lets requests finish for a while, ends the rest."""
         self._leaving.set()
         if not self._responder.wait_idle(self._config.drain_seconds):
+            self._grammars.close()
             self._loop.call(lambda engine: engine.abort_all(LEAVING))
             self._responder.wait_idle(5.0)
 
@@ -234,6 +247,7 @@ class TritonPythonModel:
         self._watch.stop()
         if self._drain.ident is not None:
             self._drain.join()
+        self._grammars.close()
         self._intake.stop()
         self._loop.stop()
         self._responder.stop()

@@ -21,6 +21,7 @@ from trident_llm.core.errors import RequestError, invalid
 from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.sampling_params import SamplingParams, parse_sampling_params
 from trident_llm.engine.output import RequestOutput, RequestTimes, SequenceDelta
+from trident_llm.text.grammar.spec import GrammarSpec, parse_grammar
 
 
 class TensorSpec(NamedTuple):
@@ -100,6 +101,7 @@ class ParsedRequest:
     chat: Mapping[str, Any] | None
     control: Mapping[str, Any] | None
     params: SamplingParams
+    grammar: GrammarSpec | None  # what the output must follow
     stream: bool
     echo: bool  # the prompt's text goes before the output
     cache_salt: str
@@ -170,13 +172,19 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _sampling_params(raw: RawRequest, defaults: SamplingParams) -> SamplingParams:
+def _sampling_params(
+    raw: RawRequest, defaults: SamplingParams
+) -> tuple[SamplingParams, GrammarSpec | None]:
     """From the ``sampling_parameters`` input; only without it from the request parameters."""
     text = _text(raw, "sampling_parameters")
-    if text is not None and text.strip():
-        return parse_sampling_params(_json_object("sampling_parameters", text), defaults=defaults)
-    values = _json_object("parameters", raw.parameters) if raw.parameters else {}
-    return parse_sampling_params(values, defaults=defaults, ignore_unknown=True)
+    in_tensor = text is not None and bool(text.strip())
+    if in_tensor:
+        assert text is not None
+        values = _json_object("sampling_parameters", text)
+    else:
+        values = _json_object("parameters", raw.parameters) if raw.parameters else {}
+    params = parse_sampling_params(values, defaults=defaults, ignore_unknown=not in_tensor)
+    return params, parse_grammar(values)
 
 
 def request_timeout(raw: RawRequest) -> float | None:
@@ -266,7 +274,9 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
     salt = _text(raw, "cache_salt") or ""
     if len(salt) > MAX_SALT_CHARS:
         raise invalid("cache_salt", f"must have at most {MAX_SALT_CHARS} characters")
-    params = SamplingParams() if control is not None else _sampling_params(raw, defaults)
+    params, grammar = SamplingParams(), None
+    if control is None:
+        params, grammar = _sampling_params(raw, defaults)
     returns = frozenset(
         name.removeprefix("return_")
         for name in INPUTS
@@ -281,6 +291,7 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
         chat=chat,
         control=control,
         params=params,
+        grammar=grammar,
         stream=stream,
         echo=text is not None and not stream and not exclude,
         cache_salt=salt,

@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trident_llm.model.sampling.mask import TokenMask
 from trident_llm.model.sampling.rows import RowSampling
 
 IntArray = npt.NDArray[np.int64]
 _LARGEST = torch.finfo(torch.float32).max
+# [256, 8] bool: which bits of each byte are not set, the least significant first.
+_FORBIDDEN_OF_BYTE = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1 == 0
 
 
 def on_device(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
@@ -69,10 +72,17 @@ class EditPlanner:
         self._plan: Edits | None = None
 
     def plan(
-        self, state: RowSampling, rows: IntArray, lengths: IntArray, like: torch.Tensor
+        self,
+        state: RowSampling,
+        rows: IntArray,
+        lengths: IntArray,
+        like: torch.Tensor,
+        mask: TokenMask | None = None,
     ) -> Edits | None:
         """The edits of these rows at these lengths (``[L]`` each), or None if there are none."""
         early = (lengths < state.min_length[rows]) & (state.min_length[rows] > 0)
+        if mask is not None:
+            early[mask.lines] = False  # a complete output may have to end: the mask says
         if not (early.any() or state.edits[rows].any()):
             return None
         key = (state.version, rows.tobytes(), early.tobytes())
@@ -190,6 +200,25 @@ def apply_edits(
         logits[lines, ids] = -torch.inf
     if edits.bad_words is not None:
         _forbid_completions(logits, edits.bad_words, token_ids, known)
+
+
+def apply_mask(logits: torch.Tensor, mask: TokenMask) -> None:
+    """Forbids, in place, what the grammars of some lines do not allow; one pass for the batch.
+
+    Args:
+        logits: ``[L, V]`` float32.
+    """
+    packed = on_device(
+        mask.bits.view(np.uint8), logits
+    )  # little-endian: byte j holds tokens 8 j on
+    table = _FORBIDDEN_OF_BYTE.to(logits.device, non_blocking=True)
+    forbidden = table[packed.to(torch.int32)].flatten(1)[:, : logits.shape[1]]
+    if len(mask.lines) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        lines = on_device(mask.lines, logits)
+        masked = logits.index_select(0, lines).masked_fill_(forbidden, -torch.inf)
+        logits.index_copy_(0, lines, masked)
 
 
 def _penalize(
