@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional
 
 import trident_kernels as ops
+from trident_kernels.cpu.simd import native_bf16_dot
+from trident_kernels.linear import Layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,12 +31,60 @@ def test_linear_for_any_number_of_rows(dtype: torch.dtype, rows: int, with_bias:
 def test_packing_keeps_no_plain_copy() -> None:
     weight = torch.randn(32, 32)
     packed = ops.pack_linear(weight)
-    assert packed.packed
+    assert packed.layout is Layout.ONEDNN
     assert packed.weight.is_mkldnn
+    if native_bf16_dot():
+        packed = ops.pack_linear(weight.bfloat16())
+        assert packed.layout is Layout.PANELS
+        assert packed.weight.nbytes == 2 * weight.numel()
 
 
 def test_other_dtypes_stay_plain() -> None:
     weight, x = torch.randn(8, 4).double(), torch.randn(3, 4).double()
     packed = ops.pack_linear(weight)
-    assert not packed.packed
+    assert packed.layout is Layout.PLAIN
     torch.testing.assert_close(ops.linear(x, packed), functional.linear(x, weight))
+
+
+@pytest.mark.skipif(not native_bf16_dot(), reason="this CPU does not multiply bfloat16")
+@pytest.mark.parametrize("shape", [(16, 2), (48, 2), (64, 10), (80, 64), (130, 34), (640, 576)])
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 13, 96, 97, 200])
+def test_a_rows_bits_do_not_depend_on_the_others(shape: tuple[int, int], rows: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    weight = torch.randn(shape, generator=g).bfloat16()
+    x = torch.randn(rows, shape[1], generator=g).bfloat16()
+    packed = ops.pack_linear(weight, torch.randn(shape[0], generator=g).bfloat16())
+    together = ops.linear(x, packed)
+    exact = x.double() @ weight.double().t() + packed.bias[: shape[0]].double()
+    torch.testing.assert_close(together.double(), exact, rtol=2**-7, atol=2e-2)
+    for row in range(0, rows, 7):
+        assert torch.equal(ops.linear(x[row : row + 1], packed)[0], together[row])
+
+
+@pytest.mark.skipif(not native_bf16_dot(), reason="this CPU does not multiply bfloat16")
+def test_rows_that_lie_apart_and_weights_with_nothing_beside_them() -> None:
+    """Strided inputs; and nothing is read or written beyond what is named."""
+    weight = torch.randn(40, 12).bfloat16()
+    packed = ops.pack_linear(weight)
+    wide = torch.full((9, 16), float("nan")).bfloat16()
+    wide[:, :12] = torch.randn(9, 12).bfloat16()
+    out = ops.linear(wide[:, :12], packed)
+    torch.testing.assert_close(
+        out, functional.linear(wide[:, :12].contiguous(), weight), rtol=2e-2, atol=2e-2
+    )
+    odd = torch.randn(9, 13).bfloat16()[:, :12]  # rows begin in the middle of a word
+    torch.testing.assert_close(
+        ops.linear(odd, packed), functional.linear(odd, weight), rtol=2e-2, atol=2e-2
+    )
+
+
+@pytest.mark.skipif(not native_bf16_dot(), reason="this CPU does not multiply bfloat16")
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    packed = ops.pack_linear(torch.randn(64, 32).bfloat16())
+    x = torch.randn(8, 32).bfloat16()
+    clean = ops.linear(x, packed)
+    x[3, 5] = float("nan")
+    out = ops.linear(x, packed)
+    assert out[3].isnan().all()
+    rest = [row for row in range(8) if row != 3]
+    assert torch.equal(out[rest], clean[rest])

@@ -11,10 +11,11 @@ import time
 from trident_kernels.cpu.activation import _silu_and_mul
 from trident_kernels.cpu.attention import _paged_attention
 from trident_kernels.cpu.jit import CACHE_FOLDER
+from trident_kernels.cpu.linear import _linear
 from trident_kernels.cpu.norm import _add_rms_norm, _rms_norm
 from trident_kernels.cpu.rope import _rope_and_write_kv
 
-KERNELS = (_rms_norm, _add_rms_norm, _silu_and_mul, _rope_and_write_kv, _paged_attention)
+KERNELS = (_linear, _rms_norm, _add_rms_norm, _silu_and_mul, _rope_and_write_kv, _paged_attention)
 
 
 def compile_kernels() -> float:

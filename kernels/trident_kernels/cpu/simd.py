@@ -219,6 +219,19 @@ def as_i64(typing: Any, address: Any) -> Any:
 
 
 @emitter
+def stack_f32(typing: Any, count: Any) -> Any:
+    """Pointer to `count` float32 (a constant) that live as long as the calling kernel's thread runs."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+    number = count.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return cgutils.alloca_once(builder, F32, size=number)  # type: ignore[no-untyped-call]
+
+    return ptr_f32(count), codegen
+
+
+@emitter
 def shifted(typing: Any, pointer: Any, offset: Any) -> Any:
     """The pointer `offset` elements further."""
 
