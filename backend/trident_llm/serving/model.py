@@ -250,7 +250,7 @@ class TritonPythonModel:
         stats = scheduler.stats
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting(),
+            num_waiting=self._num_waiting() + self._admission.num_blocked,
             num_held_blocks=scheduler.pool.num_held,
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,
