@@ -105,7 +105,7 @@ class TritonPythonModel:
                 "sends one response per step"
             )
         version_folder = Path(args["model_repository"]) / args["model_version"]
-        self._config, warnings = read_settings(version_folder)
+        self._config, warnings = read_settings(version_folder, self._progress)
         for warning in warnings:
             self._progress.warn(warning)
         self._progress.begin("tokenizer")
