@@ -110,7 +110,9 @@ class TritonPythonModel:
             self._progress.warn(warning)
         self._progress.begin("tokenizer")
         tokenizer, chat_template = load_texts(self._config)
-        self._loop = EngineLoop(lambda: self._load_engine(tokenizer), self._take_outputs)
+        self._loop = EngineLoop(
+            lambda: self._load_engine(tokenizer), self._take_outputs, self._engine_died
+        )
         self._loop.start()
         self._loop.wait_ready()
         self._leaving = threading.Event()
@@ -215,6 +217,15 @@ class TritonPythonModel:
         """Runs on the engine's thread, after each step that brought something."""
         self._responder.push(outputs)
         self._admission.stepped()
+
+    def _engine_died(self) -> None:
+        """Runs on the engine's thread."""
+        threading.Thread(target=self._tell_of_death, name="trident-fault", daemon=True).start()
+
+    def _tell_of_death(self) -> None:
+        # A restart ends the server at once; before it those who wait get their errors.
+        self._responder.wait_idle(5.0)
+        self._progress.fault("the engine has failed and computes nothing")
 
     def _num_waiting(self) -> int:
         return (
