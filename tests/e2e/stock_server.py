@@ -81,6 +81,8 @@ class StockServer:
             status = self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
+            print(self.log)
             raise
         if error is not None:
             print(self.log)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.cli.command import wait_for
-from tests.serving.fake_triton import Sender, Tensor, texts
+from tests.serving.fake_triton import Sender, ServerMetrics, Tensor, texts
 from trident_llm.serving.model import TritonPythonModel
 from trident_llm.serving.progress import ENVIRONMENT_VARIABLE
 
@@ -89,7 +89,9 @@ def setup(
     sys.setswitchinterval(interval)
 
 
-def test_a_dead_engine_is_told_outside_of_any_phase(setup: Setup) -> None:
+def test_a_dead_engine_is_told_outside_of_any_phase(
+    setup: Setup, server_metrics: ServerMetrics
+) -> None:
     def broken(output: Any) -> Any:
         raise RuntimeError("the device is gone")
 
@@ -106,6 +108,7 @@ def test_a_dead_engine_is_told_outside_of_any_phase(setup: Setup) -> None:
         {"event": "error", "text": "the engine has failed and computes nothing"}
     ]
     assert not setup.model.is_ready()
+    assert server_metrics["trident:engine_healthy"].value == 0.0
     later = setup.answer("hello", {"max_tokens": 2}).error
     assert later.message.startswith("UNAVAILABLE engine: has failed")
 
