@@ -54,6 +54,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/hadolint Dockerfile
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -26,7 +26,7 @@ from trident_client.errors import (
     Unavailable,
     UnsupportedFeature,
 )
-from trident_client.results import Choice, Delta, Logprob, ModelInfo, Result, Usage
+from trident_client.results import Choice, Delta, Logprob, ModelInfo, Result, Times, Usage
 
 __all__ = [
     "TLS",
@@ -49,6 +49,7 @@ __all__ = [
     "ServerError",
     "Stream",
     "StreamInterrupted",
+    "Times",
     "TridentError",
     "Unavailable",
     "UnsupportedFeature",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from trident_client.wire import Array, Response, Value
 
 __all__ = [
     "BuildInputs",
+    "Extras",
     "Prompt",
     "Prompts",
     "chat",
@@ -68,7 +70,21 @@ def split_prompts(prompt: Prompt | Prompts, field: str) -> tuple[list[Prompt], b
     return [prompt], False  # type: ignore[list-item]
 
 
-def generate(prompt: Prompt, *, stream: bool, sampling: Mapping[str, object]) -> BuildInputs:
+@dataclass(frozen=True)
+class Extras:
+    """What may go with any request besides its sampling parameters."""
+
+    cache_salt: str | None = None
+    return_perf_metrics: bool = False
+
+
+def generate(
+    prompt: Prompt,
+    *,
+    stream: bool,
+    sampling: Mapping[str, object],
+    extras: Extras = Extras(),
+) -> BuildInputs:
     """A completion of one prompt."""
 
     def build(model: ModelInfo) -> dict[str, Value]:
@@ -79,13 +95,17 @@ def generate(prompt: Prompt, *, stream: bool, sampling: Mapping[str, object]) ->
         else:
             _require(model, "input_ids", "a prompt of token ids", of_trident=True)
             inputs["input_ids"] = prompt
-        return inputs | _common(model, stream=stream, sampling=sampling)
+        return inputs | _common(model, extras, stream=stream, sampling=sampling)
 
     return build
 
 
 def chat(
-    messages: Sequence[Mapping[str, Any]], options: Mapping[str, object], *, stream: bool
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, object],
+    *,
+    stream: bool,
+    extras: Extras = Extras(),
 ) -> BuildInputs:
     """The answer to a conversation; `options` are the template's and the sampling parameters."""
     template = {key: value for key, value in options.items() if key in _CHAT_FIELDS}
@@ -95,12 +115,14 @@ def chat(
         _require(model, "chat", "chat()", of_trident=True)
         conversation = {"messages": [dict(message) for message in messages], **_given(template)}
         text = _json("chat", conversation)
-        return {"chat": text} | _common(model, stream=stream, sampling=sampling)
+        return {"chat": text} | _common(model, extras, stream=stream, sampling=sampling)
 
     return build
 
 
-def _common(model: ModelInfo, *, stream: bool, sampling: Mapping[str, object]) -> dict[str, Value]:
+def _common(
+    model: ModelInfo, extras: Extras, *, stream: bool, sampling: Mapping[str, object]
+) -> dict[str, Value]:
     given = _given(sampling)
     inputs: dict[str, Value] = {}
     if given:
@@ -120,6 +142,15 @@ def _common(model: ModelInfo, *, stream: bool, sampling: Mapping[str, object]) -
     wants_logprobs = "logprobs" in given
     inputs["return_logprobs"] = wants_logprobs
     inputs["return_cumulative_logprob"] = wants_logprobs
+    if "prompt_logprobs" in given:
+        _require(model, "return_prompt_logprobs", "prompt_logprobs=", of_trident=True)
+        inputs["return_prompt_logprobs"] = True
+    if extras.cache_salt is not None:
+        _require(model, "cache_salt", "cache_salt=", of_trident=True)
+        inputs["cache_salt"] = extras.cache_salt
+    if extras.return_perf_metrics:
+        _require(model, "return_perf_metrics", "return_perf_metrics=", of_trident=True)
+        inputs["return_perf_metrics"] = True
     return {
         name: value
         for name, value in inputs.items()

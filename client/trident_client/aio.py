@@ -170,37 +170,62 @@ class AsyncClient:
 
     @overload
     async def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> Result: ...
     @overload
     async def generate(
-        self, prompt: Prompts, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompts,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> list[Result]: ...
     async def generate(
-        self, prompt: Prompt | Prompts, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> Result | list[Result]:
         """Complete `prompt`: a text or token ids, or a list of these, completed at the same time.
 
         Of several, the first that fails cancels the others and its error is raised.
         """
         prompts, several = _request.split_prompts(prompt, "prompt")
-        calls = [
-            AsyncCall(
-                self._connection, _request.generate(each, stream=False, sampling=sampling), timeout
-            )
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        builds = [
+            _request.generate(each, stream=False, sampling=sampling, extras=extras)
             for each in prompts
         ]
+        calls = [AsyncCall(self._connection, build, timeout) for build in builds]
         results = await self._connection.run_all(calls, lambda call: AsyncStream(call).result())
         return results if several else results[0]
 
     def stream(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> AsyncStream:
         """Complete one `prompt`, a text or token ids, and give its pieces as they are made.
 
         The time of `timeout` runs from this call.
         """
-        build = _request.generate(prompt, stream=True, sampling=sampling)
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        build = _request.generate(prompt, stream=True, sampling=sampling, extras=extras)
         return AsyncStream(AsyncCall(self._connection, build, timeout))
 
     @overload
@@ -211,6 +236,8 @@ class AsyncClient:
         tools: Messages | None = None,
         stream: Literal[False] = False,
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> Coroutine[Any, Any, Result]: ...
     @overload
@@ -221,6 +248,8 @@ class AsyncClient:
         tools: Messages | None = None,
         stream: Literal[True],
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> AsyncStream: ...
     def chat(
@@ -230,6 +259,8 @@ class AsyncClient:
         tools: Messages | None = None,
         stream: bool = False,
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> Coroutine[Any, Any, Result] | AsyncStream:
         """Answer a conversation; the server renders it with the model's chat template.
@@ -243,7 +274,8 @@ class AsyncClient:
         >>> asyncio.run(ask()).text
         'Hello there'
         """
-        build = _request.chat(messages, {"tools": tools, **options}, stream=stream)
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        build = _request.chat(messages, {"tools": tools, **options}, stream=stream, extras=extras)
         running = AsyncStream(AsyncCall(self._connection, build, timeout))
         return running if stream else running.result()
 

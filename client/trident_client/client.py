@@ -105,7 +105,8 @@ class Client:
     one `generate()` or `embed()` are under way at a time.
 
     Sampling parameters are passed by name and as they are to the server, which checks them; None
-    means not given. Every method raises `trident_client.errors.TridentError`.
+    means not given. Requests share cached prefixes only with those of the same `cache_salt`;
+    `return_perf_metrics` fills the result's `times`. Every method raises `trident_client.errors.TridentError`.
 
     >>> with Client(url, "llm") as client:
     ...     result = client.generate("Hello", max_tokens=8)
@@ -159,14 +160,32 @@ class Client:
 
     @overload
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> Result: ...
     @overload
     def generate(
-        self, prompt: Prompts, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompts,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> list[Result]: ...
     def generate(
-        self, prompt: Prompt | Prompts, *, timeout: float | None = None, **sampling: object
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
     ) -> Result | list[Result]:
         """Complete `prompt`: a text or token ids, or a list of these, completed at the same time.
 
@@ -176,18 +195,28 @@ class Client:
         ['Hello there', 'Hello there']
         """
         prompts, several = _request.split_prompts(prompt, "prompt")
-        calls = [
-            Call(
-                self._connection, _request.generate(each, stream=False, sampling=sampling), timeout
-            )
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        builds = [
+            _request.generate(each, stream=False, sampling=sampling, extras=extras)
             for each in prompts
         ]
+        calls = [Call(self._connection, build, timeout) for build in builds]
         results = self._connection.run_all(calls, lambda call: Stream(call).result())
         return results if several else results[0]
 
-    def stream(self, prompt: Prompt, *, timeout: float | None = None, **sampling: object) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
+        **sampling: object,
+    ) -> Stream:
         """Complete one `prompt`, a text or token ids, and give its pieces as they are made."""
-        return self._stream(_request.generate(prompt, stream=True, sampling=sampling), timeout)
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        build = _request.generate(prompt, stream=True, sampling=sampling, extras=extras)
+        return self._stream(build, timeout)
 
     @overload
     def chat(
@@ -197,6 +226,8 @@ class Client:
         tools: Messages | None = None,
         stream: Literal[False] = False,
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> Result: ...
     @overload
@@ -207,6 +238,8 @@ class Client:
         tools: Messages | None = None,
         stream: Literal[True],
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> Stream: ...
     def chat(
@@ -216,6 +249,8 @@ class Client:
         tools: Messages | None = None,
         stream: bool = False,
         timeout: float | None = None,
+        cache_salt: str | None = None,
+        return_perf_metrics: bool = False,
         **options: object,
     ) -> Result | Stream:
         """Answer a conversation; the server renders it with the model's chat template.
@@ -226,7 +261,8 @@ class Client:
         >>> client.chat([{"role": "user", "content": "Hello"}]).text
         'Hello there'
         """
-        build = _request.chat(messages, {"tools": tools, **options}, stream=stream)
+        extras = _request.Extras(cache_salt, return_perf_metrics)
+        build = _request.chat(messages, {"tools": tools, **options}, stream=stream, extras=extras)
         running = self._stream(build, timeout)
         return running if stream else running.result()
 

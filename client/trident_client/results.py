@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trident_client.errors import ServerError
 from trident_client.wire import Response
 
-__all__ = ["Choice", "Collector", "Delta", "Logprob", "ModelInfo", "Result", "Usage"]
+__all__ = ["Choice", "Collector", "Delta", "Logprob", "ModelInfo", "Result", "Times", "Usage"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,21 @@ class Logprob:
 
 Logprobs = tuple[tuple[Logprob, ...], ...]
 """One entry per token; its candidates in the server's order."""
+
+
+PromptLogprobs = tuple[tuple[Logprob, ...] | None, ...]
+"""One entry per token of the prompt: the token's own first, then the most likely ones. The first
+token, which nothing precedes, has None."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Moments in a request's life on the server, nanoseconds since 1970; None for what never came."""
+
+    arrival_ns: int | None = None
+    first_scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,9 @@ class Choice:
 class Result:
     """A request's whole output. With ``n=1`` read it directly, with more through `choices`.
 
+    `prompt_logprobs` is there if the sampling parameter of that name was given, `times` with
+    ``return_perf_metrics=True``.
+
     >>> result = Result((Choice("Paris", finish_reason="stop"),), Usage(5, 1))
     >>> result.text, result.finish_reason, result.usage.prompt_tokens
     ('Paris', 'stop', 5)
@@ -85,6 +103,8 @@ class Result:
     choices: tuple[Choice, ...]
     usage: Usage
     request_id: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
+    times: Times | None = None
 
     @property
     def text(self) -> str:
@@ -127,15 +147,26 @@ def _parse_logprobs(text: str) -> Logprobs | None:
         positions = json.loads(text)
         if positions is None:
             return None
-        return tuple(
-            tuple(
-                Logprob(int(token), entry["logprob"], entry.get("rank"), entry.get("decoded_token"))
-                for token, entry in position.items()
-            )
-            for position in positions
-        )
+        return tuple(_candidates(position) for position in positions)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ServerError(f"the server sent output logprobs unreadably: {error}") from None
+
+
+def _parse_prompt_logprobs(text: str) -> PromptLogprobs | None:
+    try:
+        positions = json.loads(text)
+        if positions is None:
+            return None
+        return tuple(None if each is None else _candidates(each) for each in positions)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ServerError(f"the server sent output prompt_logprobs unreadably: {error}") from None
+
+
+def _candidates(position: Mapping[str, Any]) -> tuple[Logprob, ...]:
+    return tuple(
+        Logprob(int(token), entry["logprob"], entry.get("rank"), entry.get("decoded_token"))
+        for token, entry in position.items()
+    )
 
 
 @dataclass
@@ -175,6 +206,8 @@ class Collector:
         self._prompt_tokens: int | None = None
         self._completion_tokens: int | None = None
         self._cached_tokens: int | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._times: Times | None = None
 
     def feed(self, response: Response) -> list[Delta]:
         """The deltas of one response: for n=1 one, else one for each sequence that has news."""
@@ -195,7 +228,9 @@ class Collector:
         """All that was fed."""
         choices = [sequence.choice(index) for index, sequence in sorted(self._sequences.items())]
         usage = Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
-        return Result(tuple(choices) or (Choice(""),), usage, request_id)
+        return Result(
+            tuple(choices) or (Choice(""),), usage, request_id, self._prompt_logprobs, self._times
+        )
 
     def _count(self, response: Response) -> None:
         for number in response.numbers("num_input_tokens"):
@@ -205,6 +240,14 @@ class Collector:
         if "num_output_tokens" in response.outputs:
             new = sum(response.numbers("num_output_tokens"))
             self._completion_tokens = (self._completion_tokens or 0) + new
+        for text in response.texts("prompt_logprobs"):
+            self._prompt_logprobs = _parse_prompt_logprobs(text)
+        if "arrival_time_ns" in response.outputs:
+            moments = (
+                _at(response.numbers(f"{name}_time_ns"), 0) or None
+                for name in ("arrival", "first_scheduled", "first_token", "last_token")
+            )
+            self._times = Times(*moments)
 
     def _delta(self, response: Response, index: int, text: str, *, alone: bool) -> Delta:
         reason = _at(response.texts("finish_reason"), index)

@@ -71,9 +71,12 @@ INPUTS = _table(
     Tensor("input_ids", "INT32", (-1,)),
     Tensor("chat", "BYTES", (1,)),
     Tensor("control", "BYTES", (1,)),
+    Tensor("cache_salt", "BYTES", (1,)),
     Tensor("return_token_ids", "BOOL", (1,)),
     Tensor("return_stop_reason", "BOOL", (1,)),
     Tensor("return_num_cached_tokens", "BOOL", (1,)),
+    Tensor("return_prompt_logprobs", "BOOL", (1,)),
+    Tensor("return_perf_metrics", "BOOL", (1,)),
 )
 
 OUTPUTS = _table(
@@ -86,12 +89,17 @@ OUTPUTS = _table(
     Tensor("token_ids", "INT32", (-1,)),
     Tensor("stop_reason", "BYTES", (-1,)),
     Tensor("num_cached_tokens", "UINT32", (1,)),
+    Tensor("prompt_logprobs", "BYTES", (1,)),
+    Tensor("arrival_time_ns", "INT64", (1,)),
+    Tensor("first_scheduled_time_ns", "INT64", (1,)),
+    Tensor("first_token_time_ns", "INT64", (1,)),
+    Tensor("last_token_time_ns", "INT64", (1,)),
     Tensor("embedding", "FP32", (-1,)),
     Tensor("control_output", "BYTES", (1,)),
 )
 
 # Little-endian on the wire, whatever the machine.
-_DTYPES = {"INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "BOOL": "?"}
+_DTYPES = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4", "FP32": "<f4", "BOOL": "?"}
 _INT32_MAX = 2**31 - 1
 
 

@@ -35,9 +35,12 @@ TRIDENT_INPUTS = VLLM_INPUTS | {
     "input_ids": "INT32",
     "chat": "BYTES",
     "control": "BYTES",
+    "cache_salt": "BYTES",
     "return_token_ids": "BOOL",
     "return_stop_reason": "BOOL",
     "return_num_cached_tokens": "BOOL",
+    "return_prompt_logprobs": "BOOL",
+    "return_perf_metrics": "BOOL",
 }
 OUTPUT_TYPES = {
     "text_output": "BYTES",
@@ -49,11 +52,16 @@ OUTPUT_TYPES = {
     "token_ids": "INT32",
     "stop_reason": "BYTES",
     "num_cached_tokens": "UINT32",
+    "prompt_logprobs": "BYTES",
+    "arrival_time_ns": "INT64",
+    "first_scheduled_time_ns": "INT64",
+    "first_token_time_ns": "INT64",
+    "last_token_time_ns": "INT64",
     "embedding": "FP32",
     "control_output": "BYTES",
     "an_output_of_a_newer_server": "BYTES",
 }
-_FORMATS = {"UINT32": "I", "INT32": "i", "FP32": "f"}
+_FORMATS = {"UINT32": "I", "INT32": "i", "INT64": "q", "FP32": "f"}
 
 
 def _bytes(text: str | bytes) -> bytes:

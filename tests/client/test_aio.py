@@ -311,6 +311,21 @@ def test_everything_else(server: FakeServer) -> None:
     with_client(server, use)
 
 
+def test_what_goes_with_any_request(server: FakeServer) -> None:
+    async def use(client: AsyncClient) -> None:
+        await client.generate(["Hi", "Ho"], cache_salt="a", return_perf_metrics=True)
+        await client.stream("Hi", cache_salt="a", return_perf_metrics=True).result()
+        await client.chat([], cache_salt="a", return_perf_metrics=True)
+        await client.chat([], stream=True, cache_salt="a", return_perf_metrics=True).result()
+
+    with_client(server, use)
+    assert len(server.requests) == 5
+    for request in server.requests:
+        assert request.inputs["cache_salt"] == "a"
+        assert request.inputs["return_perf_metrics"] is True
+        assert request.sampling == {}
+
+
 def test_an_unmodified_vllm_backend(server: FakeServer) -> None:
     server.inputs = dict(VLLM_INPUTS)
 

@@ -301,6 +301,18 @@ def test_an_unknown_model(server: FakeServer) -> None:
         assert not client.is_ready()
 
 
+def test_what_goes_with_any_request(server: FakeServer, client: Client) -> None:
+    client.generate(["Hi", "Ho"], cache_salt="a", return_perf_metrics=True)
+    client.stream("Hi", cache_salt="a", return_perf_metrics=True).result()
+    client.chat([], cache_salt="a", return_perf_metrics=True)
+    client.chat([], stream=True, cache_salt="a", return_perf_metrics=True).result()
+    assert len(server.requests) == 5
+    for request in server.requests:
+        assert request.inputs["cache_salt"] == "a"
+        assert request.inputs["return_perf_metrics"] is True
+        assert request.sampling == {}
+
+
 def test_an_unmodified_vllm_backend(server: FakeServer, client: Client) -> None:
     server.inputs = dict(VLLM_INPUTS)
     assert client.generate("Hi", max_tokens=3).text == "Hello there"

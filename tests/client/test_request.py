@@ -57,6 +57,34 @@ def test_logprobs_are_asked_for_where_the_sampling_does() -> None:
     assert sent["return_cumulative_logprob"] is True
 
 
+def test_what_is_asked_besides_sampling() -> None:
+    extras = _request.Extras("tenant", return_perf_metrics=True)
+    for build in (
+        _request.generate("Hi", stream=True, sampling={"prompt_logprobs": 0}, extras=extras),
+        _request.chat([], {"prompt_logprobs": 0}, stream=True, extras=extras),
+    ):
+        sent = build(TRIDENT)
+        assert sent["cache_salt"] == "tenant"
+        assert sent["return_perf_metrics"] is sent["return_prompt_logprobs"] is True
+        assert json.loads(str(sent["sampling_parameters"])) == {"prompt_logprobs": 0}
+
+
+@pytest.mark.parametrize(
+    ("extras", "sampling", "field"),
+    [
+        (_request.Extras(cache_salt="tenant"), {}, "cache_salt"),
+        (_request.Extras(return_perf_metrics=True), {}, "return_perf_metrics"),
+        (_request.Extras(), {"prompt_logprobs": 1}, "return_prompt_logprobs"),
+    ],
+)
+def test_what_vllm_backend_lacks_is_refused(
+    extras: _request.Extras, sampling: dict[str, object], field: str
+) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        _request.generate("Hi", stream=False, sampling=sampling, extras=extras)(VLLM)
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize(("n", "asked"), [(1, True), ("1", True), (2, False)])
 def test_token_ids_are_asked_for_one_sequence(n: object, asked: bool) -> None:
     assert inputs(TRIDENT, n=n).get("return_token_ids", False) is asked

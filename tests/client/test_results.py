@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from trident_client import Delta, Result, ServerError
+from trident_client import Delta, Result, ServerError, Times
 from trident_client.results import Collector
 from trident_client.wire import parse_response
 
@@ -101,3 +101,38 @@ def test_results_are_frozen() -> None:
     _, result = collect(message(text_output=["a"]))
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.request_id = "x"  # type: ignore[misc]
+
+
+def test_logprobs_of_the_prompt() -> None:
+    text = json.dumps([None, *LOGPROBS])
+    deltas, result = collect(
+        message(text_output=["a"], prompt_logprobs=[text]), message(text_output=["b"], final=True)
+    )
+    assert [delta.text for delta in deltas] == ["a", "b"]
+    assert result.prompt_logprobs is not None
+    first, second = result.prompt_logprobs
+    assert first is None
+    assert second is not None
+    assert [(each.token_id, each.logprob, each.rank) for each in second] == [
+        (7, -0.1, 1),
+        (9, -2.5, None),
+    ]
+    nothing = collect(message(text_output=["a"], prompt_logprobs=["null"]))[1]
+    assert nothing.prompt_logprobs is None
+    for bad in ("{", "[5]", "5"):
+        with pytest.raises(ServerError, match="output prompt_logprobs unreadably"):
+            collect(message(text_output=["a"], prompt_logprobs=[bad]))
+
+
+def test_times_are_the_newest_told() -> None:
+    def at(last: int) -> object:
+        return message(
+            text_output=["a"],
+            arrival_time_ns=[1_700_000_000_000_000_001],
+            first_scheduled_time_ns=[0],
+            first_token_time_ns=[3],
+            last_token_time_ns=[last],
+        )
+
+    assert collect(at(4), at(5))[1].times == Times(1_700_000_000_000_000_001, None, 3, 5)
+    assert collect(message(text_output=["a"]))[1].times is None

@@ -143,6 +143,11 @@ def install(module: types.ModuleType) -> None:
     ):  # fmt: skip
         setattr(module, name, globals()[name])
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL  # type: ignore[attr-defined]
+    module.using_decoupled_model_transaction_policy = _is_decoupled  # type: ignore[attr-defined]
+
+
+def _is_decoupled(model_config: Mapping[str, Any]) -> bool:
+    return bool(model_config["model_transaction_policy"]["decoupled"])
 
 
 def texts(response: InferenceResponse) -> list[str]:

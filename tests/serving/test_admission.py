@@ -62,10 +62,13 @@ def test_a_full_queue_refuses() -> None:
 def test_a_full_queue_blocks_until_a_step_makes_room() -> None:
     door = Door("block", num_waiting=2)
     door.knock()
+    assert door.looked.acquire(timeout=10)
     assert door.thread.is_alive()
+    assert door.admission.num_blocked == 1
     door.num_waiting = 1
     door.admission.stepped()
     assert door.answer() is None
+    assert door.admission.num_blocked == 0
 
 
 def test_the_one_at_the_door_may_be_cancelled() -> None:

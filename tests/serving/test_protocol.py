@@ -13,9 +13,12 @@ from trident_llm.core.request import FinishReason
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.output import RequestOutput, RequestTimes, SequenceDelta
 from trident_llm.serving.protocol import (
+    MAX_RESPONSE_BYTES,
     ParsedRequest,
     RawRequest,
     ResponseBuilder,
+    check_prompt_logprobs,
+    output_bytes,
     parse_request,
     request_timeout,
 )
@@ -174,6 +177,50 @@ def test_logprobs_are_null_when_sampling_was_not_asked_for_them() -> None:
     entries = [TokenLogprob(7, float("-inf"), 2)]
     (tensors,) = build(parsed, output(SequenceDelta(0, "a", [7], logprobs=[entries])))
     assert tensors["logprobs"].tolist() == [b"null"]
+
+
+def test_logprobs_of_the_prompt_are_sent_once() -> None:
+    parsed = parse(
+        text_input="p", stream=True, sampling_parameters='{"prompt_logprobs": 1}',
+        return_prompt_logprobs=True,
+    )  # fmt: skip
+    first = output(SequenceDelta(0, "a", [3]))
+    first.prompt_logprobs = [None, [TokenLogprob(7, -1.5, 2), TokenLogprob(9, -0.25, 1)]]
+    first.merge(output(SequenceDelta(0, "b", [4])))
+    one, two = build(parsed, first, output(SequenceDelta(0, "c", [5])))
+    assert json.loads(one["prompt_logprobs"][0]) == [
+        None,
+        {
+            "7": {"logprob": -1.5, "rank": 2, "decoded_token": "<7>"},
+            "9": {"logprob": -0.25, "rank": 1, "decoded_token": "<9>"},
+        },
+    ]
+    assert set(two) == {"text_output"}
+
+
+def test_logprobs_of_the_prompt_are_null_when_sampling_was_not_asked_for_them() -> None:
+    parsed = parse(text_input="p", return_prompt_logprobs=True)
+    (tensors,) = build(parsed, output(SequenceDelta(0, "a", [7])))
+    assert tensors["prompt_logprobs"].tolist() == [b"null"]
+    asked = parse(text_input="p", sampling_parameters='{"prompt_logprobs": 1}')
+    (tensors,) = build(asked, output(SequenceDelta(0, "a", [7])))
+    assert set(tensors) == {"text_output"}
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 2730), (1, 1365), (20, 130)])
+def test_logprobs_of_a_prompt_must_fit_into_one_response(count: int, most: int) -> None:
+    sampling = json.dumps({"prompt_logprobs": count})
+    parsed = parse(text_input="p", sampling_parameters=sampling, return_prompt_logprobs=True)
+    check_prompt_logprobs(parsed, most)
+    with pytest.raises(RequestError, match=f"at most {most} tokens") as caught:
+        check_prompt_logprobs(parsed, most + 1)
+    assert str(caught.value).startswith("INVALID_ARG return_prompt_logprobs: ")
+    scores = [TokenLogprob(49151 - i, -12.345678901234567, 49152) for i in range(count + 1)]
+    full = output(SequenceDelta(0, "a", [7]))
+    full.prompt_logprobs = [None] + [scores] * (most - 1)
+    (tensors,) = build(parsed, full)
+    assert len(tensors["prompt_logprobs"][0]) <= output_bytes(full) <= MAX_RESPONSE_BYTES
+    check_prompt_logprobs(parse(text_input="p", sampling_parameters=sampling), most + 1)
 
 
 def test_infinite_logprobs_stay_valid_json() -> None:

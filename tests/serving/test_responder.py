@@ -18,13 +18,13 @@ from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.engine import CANCELLED
 from trident_llm.engine.output import SequenceDelta
 from trident_llm.serving.metrics import EngineState, Metrics
-from trident_llm.serving.protocol import RawRequest, ResponseBuilder, parse_request
-from trident_llm.serving.responder import (
+from trident_llm.serving.protocol import (
     MAX_RESPONSE_BYTES,
-    TIMED_OUT,
-    RequestHandle,
-    Responder,
+    RawRequest,
+    ResponseBuilder,
+    parse_request,
 )
+from trident_llm.serving.responder import TIMED_OUT, RequestHandle, Responder
 
 STATE = EngineState(1, 0, 5, 0, 0, 0, healthy=True)
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.model.test_gguf_tokenizer import CHAT_TEMPLATE, byte_level, write
-from trident_llm.core.config import EngineConfig
+from trident_llm.core.config import DEFAULT_MODEL, EngineConfig
 from trident_llm.core.errors import ConfigError
+from trident_llm.model import default_model as fetching
+from trident_llm.model.default_model import DefaultModelError
+from trident_llm.serving.progress import ENVIRONMENT_VARIABLE, Progress
 from trident_llm.serving.settings import choose_device, load_texts, read_settings, reports_metrics
 
 
@@ -31,7 +34,8 @@ def test_a_model_json_as_users_of_vllm_write_it(tmp_path: Path) -> None:
                 "model": "weights", "gpu_memory_utilization": 0.1, "enforce_eager": True,
                 "disable_log_requests": "true", "max_num_seqs": "8",
             },
-        )
+        ),
+        Progress(),
     )  # fmt: skip
     assert config.model == str(tmp_path / "weights")
     assert (config.gpu_memory_utilization, config.max_num_seqs) == (0.1, 8)
@@ -56,7 +60,57 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path, settings: Any, sentence
     if settings is not None:
         write_settings(tmp_path, settings)
     with pytest.raises(ConfigError, match=sentence):
-        read_settings(tmp_path)
+        read_settings(tmp_path, Progress())
+
+
+SHIPPED = Path(__file__).parents[2] / "model_repository/llm/1"
+
+
+def test_the_shipped_settings_name_the_default_model_which_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def fetch(home: Path, progress: fetching.Progress) -> Path:
+        asked.append(home)
+        progress("download", 0, 1)
+        progress("convert", 1, 2)
+        return home / "fetched"
+
+    monkeypatch.setattr(fetching, "fetch_default_model", fetch)
+    monkeypatch.setenv("TRIDENT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "progress"))
+    config, warnings = read_settings(SHIPPED, Progress())
+    assert (config.model, warnings) == (str(tmp_path / "home" / "fetched"), [])
+    assert asked == [tmp_path / "home"]
+    events = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
+    assert events == [
+        {"event": "begin", "phase": "model"},
+        {"event": "progress", "phase": "model", "done": 1, "total": 2},
+    ]
+    # A folder of that name beside the file is what the operator means.
+    write_settings(tmp_path, {"model": DEFAULT_MODEL})
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert read_settings(tmp_path, Progress())[0].model == str(tmp_path / DEFAULT_MODEL)
+    assert len(asked) == 1
+
+
+def test_a_default_model_that_cannot_be_fetched_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(home: Path, progress: fetching.Progress) -> Path:
+        raise DefaultModelError("no network")
+
+    monkeypatch.setattr(fetching, "fetch_default_model", fetch)
+    monkeypatch.setenv("TRIDENT_HOME", "/home/of/trident")
+    sentence = (
+        f'no network: set "model" in {SHIPPED}/model.json to the folder of a model, or fetch the '
+        "default one into /home/of/trident beforehand, with python3 -m "
+        "trident_llm.model.default_model"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_settings(SHIPPED, Progress())
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("as_folder", [True, False])

@@ -90,7 +90,7 @@ def _repository(
 def _default_model(console: Console, stop: StopSignals) -> str:
     """The folder of the default model, fetched and converted the first time."""
     from trident_llm.model.config import ModelConfigError
-    from trident_llm.model.default_model import fetch_default_model
+    from trident_llm.model.default_model import default_home, fetch_default_model
 
     def progress(what: str, done: int, total: int) -> None:
         if what == "download" and done == 0:
@@ -98,11 +98,10 @@ def _default_model(console: Console, stop: StopSignals) -> str:
         else:
             console.count(done, total)
 
-    home = Path(os.environ.get("TRIDENT_HOME") or "~/.cache/trident").expanduser().absolute()
     console.begin_phase("model")
     try:
         with stop.interruptible():
-            folder = fetch_default_model(home, progress)
+            folder = fetch_default_model(default_home(), progress)
     except (ModelConfigError, OSError) as error:
         raise CommandError(str(error)) from None
     console.end_phase()

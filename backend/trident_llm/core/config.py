@@ -14,6 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trident_llm.core.errors import ConfigError
 
+DEFAULT_MODEL = "smollm2-135m-instruct"  # a "model" in model.json that is fetched; no other is
+
 
 def _setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})

@@ -1,8 +1,10 @@
-"""What this machine lets us use: memory and cores, cgroup limits counted."""
+"""What this machine lets us use: memory and cores, cgroup limits counted, and its Python."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -42,6 +44,20 @@ def available_cores() -> int:
     if quota.isdigit() and int(period) > 0:
         cores = min(cores, -(-int(quota) // int(period)))
     return max(1, cores)
+
+
+def find_interpreter() -> Path | None:
+    """The Python that runs this process, also where it is embedded in another program.
+
+    There, as in Triton's stub, ``sys.executable`` may be empty or name that program.
+    """
+    candidates = [Path(sys.executable)] if sys.executable else []
+    candidates += [Path(prefix) / "bin" / "python3" for prefix in (sys.prefix, sys.base_prefix)]
+    for path in candidates:
+        if path.name.startswith("python") and os.access(path, os.X_OK):
+            return path
+    found = shutil.which("python3")
+    return None if found is None else Path(found)
 
 
 def format_bytes(count: int) -> str:

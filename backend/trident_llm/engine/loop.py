@@ -61,13 +61,18 @@ class EngineLoop:
     Args:
         load: makes the engine; runs on the engine's thread. What it raises, :meth:`wait_ready` raises.
         on_outputs: called on the engine's thread with each step's outputs; must not block.
+        on_dead: called there once the engine has given up, after its last outputs; must not block.
     """
 
     def __init__(
-        self, load: Callable[[], Engine], on_outputs: Callable[[list[RequestOutput]], None]
+        self,
+        load: Callable[[], Engine],
+        on_outputs: Callable[[list[RequestOutput]], None],
+        on_dead: Callable[[], None],
     ) -> None:
         self._load = load
         self._on_outputs = on_outputs
+        self._on_dead = on_dead
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop | _Call] = queue.SimpleQueue()
         self._num_queued = 0
         self._lock = threading.Lock()
@@ -138,7 +143,9 @@ class EngineLoop:
             except EngineDeadError:
                 logger.error("the engine gives up; new requests are refused")
                 self.dead = True
-                outputs = engine.take_ended()
+                self._on_outputs(engine.take_ended())
+                self._on_dead()
+                continue
             if outputs:
                 self._on_outputs(outputs)
         engine.abort_all(LEAVING)

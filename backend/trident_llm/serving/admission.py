@@ -44,6 +44,7 @@ class Admission:
         self._num_waiting = num_waiting
         self._leaving = leaving
         self._stepped = threading.Event()
+        self.num_blocked = 0  # 1 while a request waits for room: Triton's queue counts it no more
 
     def stepped(self) -> None:
         """The engine has done a step: there may be room now."""
@@ -58,6 +59,12 @@ class Admission:
                 "server",
                 f"has too little shared memory left in {_SHARED_MEMORY}; give it more",
             )
+        try:
+            return self._wait_for_room(handle)
+        finally:
+            self.num_blocked = 0
+
+    def _wait_for_room(self, handle: RequestHandle) -> RequestError | None:
         while not self._leaving.is_set():
             self._stepped.clear()
             if handle.abort_error is not None:
@@ -70,6 +77,7 @@ class Admission:
                     "queue",
                     f"is full: {self._max_waiting} requests wait already; try again later",
                 )
+            self.num_blocked = 1
             self._stepped.wait(SLICE_SECONDS)
         return LEAVING
 

@@ -30,6 +30,7 @@ from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
     ResponseBuilder,
+    check_prompt_logprobs,
     parse_request,
 )
 from trident_llm.serving.responder import RequestHandle, Responder, Tensors
@@ -148,6 +149,7 @@ class Intake:
             return
         facts = self._facts
         prompt_ids = truncate_prompt(self._encode(parsed), parsed.params, facts.max_model_len)
+        check_prompt_logprobs(parsed, len(prompt_ids))
         params = check_against_model(
             tokenize_bad_words(
                 parsed.params, lambda word: facts.tokenizer.encode(word, add_special_tokens=False)

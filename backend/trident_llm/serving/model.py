@@ -107,12 +107,14 @@ class TritonPythonModel:
                 "sends one response per step"
             )
         version_folder = Path(args["model_repository"]) / args["model_version"]
-        self._config, warnings = read_settings(version_folder)
+        self._config, warnings = read_settings(version_folder, self._progress)
         for warning in warnings:
             self._progress.warn(warning)
         self._progress.begin("tokenizer")
         tokenizer, chat_template = load_texts(self._config)
-        self._loop = EngineLoop(lambda: self._load_engine(tokenizer), self._take_outputs)
+        self._loop = EngineLoop(
+            lambda: self._load_engine(tokenizer), self._take_outputs, self._engine_died
+        )
         self._loop.start()
         self._loop.wait_ready()
         self._leaving = threading.Event()
@@ -228,6 +230,15 @@ class TritonPythonModel:
         self._responder.push(outputs)
         self._admission.stepped()
 
+    def _engine_died(self) -> None:
+        """Runs on the engine's thread."""
+        threading.Thread(target=self._tell_of_death, name="trident-fault", daemon=True).start()
+
+    def _tell_of_death(self) -> None:
+        # A restart ends the server at once; before it those who wait get their errors.
+        self._responder.wait_idle(5.0)
+        self._progress.fault("the engine has failed and computes nothing")
+
     def _num_waiting(self) -> int:
         return (
             self._intake.num_waiting + self._loop.num_queued + len(self._engine.scheduler.waiting)
@@ -264,7 +275,7 @@ class TritonPythonModel:
         stats = scheduler.stats
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting(),
+            num_waiting=self._num_waiting() + self._admission.num_blocked,
             num_held_blocks=scheduler.pool.num_held,
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,

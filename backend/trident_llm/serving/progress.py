@@ -59,6 +59,11 @@ class Progress:
         logger.error("%s", text)
         self._write({"event": "error", "text": text})
 
+    def fault(self, text: str) -> None:
+        """Why a model that was loaded serves no more; whoever started the server restarts it."""
+        logger.error("%s", text)
+        self._write({"event": "error", "text": text})
+
     def _write(self, event: dict[str, Any]) -> None:
         if self._path:
             with open(self._path, "a", encoding="utf-8") as file:

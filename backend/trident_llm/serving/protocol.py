@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ INPUTS: dict[str, TensorSpec] = {
     "return_token_ids": _FLAG,
     "return_stop_reason": _FLAG,
     "return_num_cached_tokens": _FLAG,
+    "return_prompt_logprobs": _FLAG,
     "return_perf_metrics": _FLAG,
 }
 
@@ -66,6 +68,7 @@ OUTPUTS: dict[str, TensorSpec] = {
     "token_ids": TensorSpec("TYPE_INT32", [-1]),
     "stop_reason": TensorSpec("TYPE_STRING", [-1]),
     "num_cached_tokens": TensorSpec("TYPE_UINT32", [1]),
+    "prompt_logprobs": TensorSpec("TYPE_STRING", [1]),
     "arrival_time_ns": TensorSpec("TYPE_INT64", [1]),
     "first_scheduled_time_ns": TensorSpec("TYPE_INT64", [1]),
     "first_token_time_ns": TensorSpec("TYPE_INT64", [1]),
@@ -76,7 +79,8 @@ OUTPUTS: dict[str, TensorSpec] = {
 MAX_MESSAGES = 2048
 MAX_JSON_DEPTH = 64
 MAX_SALT_CHARS = 256
-_LOGPROB_BYTES = 96  # of one entry of the logprobs output
+_LOGPROB_BYTES = 96  # of one entry of the logprobs and prompt_logprobs outputs
+MAX_RESPONSE_BYTES = 256 * 1024
 # Added to a monotonic time. Taken once, so that a request's times fit together whatever the clock does.
 _EPOCH_NS = time.time_ns() - time.monotonic_ns()
 
@@ -304,8 +308,10 @@ def _strings(values: list[str]) -> Array:
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
-def _logprobs_json(delta: SequenceDelta, limit: int, piece: Callable[[int], str]) -> str:
-    """One sequence's log-probabilities: a list with an object per new token."""
+def _logprobs_json(
+    tokens: Iterable[SequenceOf[TokenLogprob] | None], piece: Callable[[int], str]
+) -> str:
+    """Log-probabilities as a list with an object per token, null where there are none."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
         return {
@@ -315,9 +321,7 @@ def _logprobs_json(delta: SequenceDelta, limit: int, piece: Callable[[int], str]
             "decoded_token": piece(logprob.token_id),
         }
 
-    items = [
-        {str(item.token_id): entry(item) for item in token[: limit + 1]} for token in delta.logprobs
-    ]
+    items = [token and {str(item.token_id): entry(item) for item in token} for token in tokens]
     return json.dumps(items)
 
 
@@ -335,6 +339,7 @@ class ResponseBuilder:
         self._finish: list[str] = ["None"] * n
         self._stop: list[str] = ["None"] * n
         self._cumulative = [0.0] * n
+        self._prompt_told = False
         self.prompt_text = parsed.prompt_text if parsed.echo else ""
 
     def tensors(self, output: RequestOutput) -> dict[str, Array]:
@@ -361,10 +366,17 @@ class ResponseBuilder:
             limit = parsed.params.logprobs or 0
             tensors["logprobs"] = _strings(
                 [
-                    _logprobs_json(delta, limit, self._piece) if parsed.shows_logprobs else "null"
+                    _logprobs_json((token[: limit + 1] for token in delta.logprobs), self._piece)
+                    if parsed.shows_logprobs
+                    else "null"
                     for delta in deltas
                 ]
             )
+        if "prompt_logprobs" in returns and not self._prompt_told:
+            self._prompt_told = True
+            scores = output.prompt_logprobs
+            text = "null" if scores is None else _logprobs_json(scores, self._piece)
+            tensors["prompt_logprobs"] = _strings([text])
         if "num_input_tokens" in returns:
             tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.uint32)
         if "num_output_tokens" in returns:
@@ -394,12 +406,31 @@ def _times(times: RequestTimes) -> dict[str, Array]:
 
 def output_bytes(output: RequestOutput) -> int:
     """About how many bytes of response ``output`` makes, rather too many than too few."""
-    return sum(
+    size = sum(
         4 * len(delta.text)
         + 8 * len(delta.token_ids)
         + _LOGPROB_BYTES * sum(len(token) for token in delta.logprobs)
         for delta in output.deltas.values()
     )
+    return size + _LOGPROB_BYTES * sum(len(token or ()) for token in output.prompt_logprobs or ())
+
+
+def check_prompt_logprobs(parsed: ParsedRequest, num_prompt_tokens: int) -> None:
+    """Refuses a ``prompt_logprobs`` output that would not fit into the one response that has it.
+
+    Raises:
+        RequestError: INVALID_ARG that says how many tokens a prompt may have.
+    """
+    count = parsed.params.prompt_logprobs
+    if count is None or "prompt_logprobs" not in parsed.returns:
+        return
+    most = MAX_RESPONSE_BYTES // (_LOGPROB_BYTES * (count + 1))
+    if num_prompt_tokens > most:
+        raise invalid(
+            "return_prompt_logprobs",
+            f"is for prompts of at most {most} tokens with prompt_logprobs {count}, and this one has "
+            f"{num_prompt_tokens}; ask for fewer log-probabilities or send a shorter prompt",
+        )
 
 
 def error_text(error: RequestError) -> str:

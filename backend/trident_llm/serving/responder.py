@@ -26,14 +26,18 @@ from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.engine import CANCELLED
 from trident_llm.engine.output import RequestOutput
 from trident_llm.serving.metrics import Metrics, RequestProgress
-from trident_llm.serving.protocol import ResponseBuilder, error_text, output_bytes
+from trident_llm.serving.protocol import (
+    MAX_RESPONSE_BYTES,
+    ResponseBuilder,
+    error_text,
+    output_bytes,
+)
 from trident_llm.serving.watch import ServerWatch
 
 logger = logging.getLogger("trident")
 
 Tensors = dict[str, npt.NDArray[Any]]
 
-MAX_RESPONSE_BYTES = 256 * 1024
 TICK_SECONDS = 0.05
 # At most 500 polls a second, each a round trip to the server; most for requests without a token yet,
 # which nothing else would notice.

@@ -7,20 +7,28 @@ sentence that says what to change.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trident_llm.core.config import EngineConfig, parse_engine_config
+from trident_llm.core.config import DEFAULT_MODEL, EngineConfig, parse_engine_config
 from trident_llm.core.errors import ConfigError
+from trident_llm.serving.progress import Progress
 from trident_llm.text.chat import ChatTemplate
 from trident_llm.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("trident")
 
-def read_settings(version_folder: Path) -> tuple[EngineConfig, list[str]]:
-    """The engine's settings from ``model.json`` in the version folder, and warnings."""
+
+def read_settings(version_folder: Path, progress: Progress) -> tuple[EngineConfig, list[str]]:
+    """The engine's settings from ``model.json`` in the version folder, and warnings.
+
+    The default model, which the shipped file names, is fetched where it is not there yet.
+    """
     file = version_folder / "model.json"
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -35,12 +43,35 @@ def read_settings(version_folder: Path) -> tuple[EngineConfig, list[str]]:
         raise ConfigError(f'{file} must be a JSON object with "model": a model folder')
     model = version_folder / settings["model"]  # an absolute path stays as it is
     config, warnings = parse_engine_config({**settings, "model": str(model)})
+    if settings["model"] == DEFAULT_MODEL and not model.exists():
+        return replace(config, model=str(_default_model(file, progress))), warnings
     if not settings["model"] or not model.exists():
         raise ConfigError(
             f"model: {model} does not exist; give the folder of a Hugging Face model or a .gguf "
-            "file on this machine, since none is downloaded"
+            f"file on this machine, since only {DEFAULT_MODEL} is downloaded"
         )
     return config, warnings
+
+
+def _default_model(file: Path, progress: Progress) -> Path:
+    """The folder of the default model that ``file`` names."""
+    from trident_llm.model.default_model import default_home, fetch_default_model
+
+    def count(what: str, done: int, total: int) -> None:
+        if what == "download" and done == 0:
+            logger.info("fetching the default model, SmolLM2-135M-Instruct (98 MB); done once")
+        else:
+            progress.count(done, total)
+
+    home = default_home()
+    progress.begin("model")
+    try:
+        return fetch_default_model(home, count)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f'{error}: set "model" in {file} to the folder of a model, or fetch the default one into '
+            f"{home} beforehand, with python3 -m trident_llm.model.default_model"
+        ) from None
 
 
 def reports_metrics(model_config: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from trident_llm.text.grammar import backend as grammar_backend
 from trident_llm.text.grammar import compiler as grammar_compiler
 from trident_llm.text.grammar import matcher as grammar_matcher
 from trident_llm.text.grammar.backend import Backend, Vocabulary
-from trident_llm.text.grammar.compiler import GrammarCompiler, GrammarLimits, find_interpreter
+from trident_llm.text.grammar.compiler import GrammarCompiler, GrammarLimits
 from trident_llm.text.grammar.matcher import allocate_bitmask
 from trident_llm.text.grammar.spec import GrammarSpec, parse_grammar
 from trident_llm.text.tokenizer import Tokenizer
@@ -489,14 +489,6 @@ def test_an_interpreter_that_does_not_work_is_named() -> None:
             compiler.compile(regex(1))
         assert caught.value.code is ErrorCode.INTERNAL
         compiler.close()
-
-
-def test_an_interpreter_is_found_where_python_is_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for executable in ("", "/opt/tritonserver/backends/python/triton_python_backend_stub"):
-        monkeypatch.setattr(sys, "executable", executable)
-        found = find_interpreter()
-        assert found.name.startswith("python") and os.access(found, os.X_OK)
-        assert str(found).startswith(sys.prefix)
 
 
 def test_without_the_library_requests_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trident_llm.core.errors import ConfigError, ErrorCode, RequestError, invalid
+from trident_llm.core.machine import find_interpreter
 from trident_llm.text.grammar.backend import Backend, Vocabulary, is_installed
 from trident_llm.text.grammar.matcher import CompiledGrammar
 from trident_llm.text.grammar.spec import GrammarSpec
@@ -56,23 +55,6 @@ class GrammarLimits:
     start_seconds: float = 120.0
     wait_seconds: float = 30.0
     token_seconds: float = 0.005
-
-
-def find_interpreter() -> Path:
-    """Return the Python that runs this process, also where it is embedded in another program.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    candidates = [Path(sys.executable)] if sys.executable else []
-    candidates += [Path(prefix) / "bin" / "python3" for prefix in (sys.prefix, sys.base_prefix)]
-    for path in candidates:
-        if path.name.startswith("python") and os.access(path, os.X_OK):
-            return path
-    found = shutil.which("python3")
-    if found is None:
-        raise ConfigError("no Python interpreter is found to compile grammars in; put one on PATH")
-    return Path(found)
 
 
 class WorkerError(Exception):
@@ -206,7 +188,8 @@ class GrammarCompiler:
         """Cheap: nothing is started before `start` or the first `compile`.
 
         vocabulary: None where the tokenizer's tokens have no bytes of their own; such a model's
-        requests are refused. interpreter: runs the worker; None: see `find_interpreter`.
+        requests are refused. interpreter: runs the worker; None: the one
+        that runs this process.
         """
         self._vocabulary = vocabulary
         self._interpreter = interpreter
@@ -385,6 +368,8 @@ class GrammarCompiler:
             if worker is not None:
                 worker.kill()
             interpreter = self._interpreter or find_interpreter()
+            if interpreter is None:
+                raise WorkerError("no Python interpreter is found; put one on PATH")
             worker = _Worker(interpreter, self._vocabulary, self._limits)
             with self._lock:
                 closed = self._closed

