@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trident_kernels import reference
+from trident_kernels import memory, reference
 from trident_kernels.linear import LinearWeight, linear, pack_linear
 
 try:
@@ -39,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rope_and_write_kv",
     "silu_and_mul",
+    "zeros_for_long",
 ]
 
 
@@ -53,6 +54,15 @@ def compile_cpu_kernels() -> float:
     from trident_kernels.cpu.compile import compile_kernels  # also a program: not imported above
 
     return compile_kernels()
+
+
+def zeros_for_long(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros that are read in every step, such as a KV cache: on a CPU on huge pages, if it has some."""
+    if device.type == "cpu":
+        return memory.zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from trident_kernels import zeros_for_long
+
 
 def block_bytes(
     num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
@@ -36,11 +38,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         # Zeroed, so that no stale NaN lies in it. On CPU the pages come when they are first written.
-        self.data = torch.zeros(
-            (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        self.data = zeros_for_long(shape, dtype, device)
         self._layers = [(layer[0], layer[1]) for layer in self.data]
 
     @property

@@ -16,6 +16,7 @@ import numba
 import torch
 from torch import Tensor
 
+from trident_kernels import memory
 from trident_kernels.cpu.jit import device, kernel
 from trident_kernels.cpu.simd import (
     LANES,
@@ -51,7 +52,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     out_features, in_features = weight.shape
     depth, columns = in_features // 2, -(-out_features // LANES) * LANES
     words = weight.detach().contiguous().view(torch.int32)
-    packed = torch.empty(columns * depth, dtype=torch.int32)
+    packed = memory.zeros((columns * depth,), torch.int32)
     packed_bias = torch.zeros(columns)
     if bias is not None:
         packed_bias[:out_features] = bias
@@ -60,7 +61,6 @@ def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         panel = packed[first * depth :][: width * depth].view(depth, width)
         rows = words[first : first + width]
         panel[:, : len(rows)] = rows.t()
-        panel[:, len(rows) :] = 0
     return packed, packed_bias
 
 
