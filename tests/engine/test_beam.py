@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.engine.harness import Harness, make_engine
+from trident_llm.core.errors import ErrorCode
+from trident_llm.core.request import FinishReason
 from trident_llm.text.tokenizer import Tokenizer
 
+TEXTS = (
+    "The capital of France is", "Once upon a time", "Water boils at", "My favourite food is",
+    "The quick brown fox", "In 1969, humans", "To make bread, you need", "She opened the door and",
+    "The largest planet is", "Python is a language", "He said that", "Why is the sky blue?",
+    "A recipe for soup:", "The cat sat on", "List three colours:", "Two plus two is",
+    "Dear Sir or Madam,", "The weather today", "It was a dark and", "An apple a day",
+)  # fmt: skip
 VOCAB = 480  # ids that the tiny model's tokenizer has
 # On a random model no token is likely: many of them must end a text, so that some text ends early.
 ENDS = tuple(range(5, VOCAB, 7))
@@ -164,3 +173,159 @@ def test_beams_are_those_of_transformers_in_any_company(
         for index in range(2):
             expected_ids = alone.outcomes[expected_name, index].token_ids
             assert harness.outcomes[name, index].token_ids == expected_ids
+
+
+def test_beams_of_the_default_model(default_model: Path) -> None:
+    model = load_reference(default_model)
+    tokenizer = Tokenizer.from_folder(default_model)
+    engine = make_engine(default_model, num_blocks=40, block_size=4, max_num_seqs=16)
+    harness = Harness(engine)
+    kinds = list(product((2, 4), (0.0, 1.0, 2.0), (False, True, "never")))
+    requests: list[tuple[str, list[Beam]]] = []
+    for i, text in enumerate(TEXTS):
+        width, penalty, rule = kinds[i * 7 % len(kinds)]
+        params = {
+            "beam_width": width, "n": width, "length_penalty": penalty, "early_stopping": rule,
+            "max_tokens": 10, "ignore_eos": False,
+        }  # fmt: skip
+        ends = tuple(tokenizer.encode(".\n", add_special_tokens=False))
+        prompt = tokenizer.encode(text)
+        params["stop_token_ids"] = ends
+        name = add(harness, prompt, params)
+        requests.append((name, reference_beams(model, prompt, params)))
+    harness.run()
+    assert engine.scheduler.stats.num_preemptions > 0
+    for name, expected in requests:
+        check(harness, name, expected)
+
+
+def test_a_stop_string_ends_a_beam(tiny_model: Path, reference: PreTrainedModel) -> None:
+    harness = Harness(make_engine(tiny_model, num_blocks=48, block_size=4, max_num_seqs=8))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    pieces = [tokenizer.decode([token_id]) for token_id in range(VOCAB)]
+    letters = tuple(i for i, text in enumerate(pieces) if text.isascii() and text.isalpha())
+    others = sorted(set(range(reference.config.vocab_size)) - set(letters))
+    stopped = set()
+    for i, prompt in enumerate(prompts(8, longest=12, seed=2)):
+        params = {
+            "beam_width": 4, "n": 4, "max_tokens": 12, "early_stopping": bool(i % 2),
+            "length_penalty": 0.5 * (i % 3),
+        }  # fmt: skip
+        free = add(harness, prompt, {**params, "allowed_token_ids": letters})
+        harness.run()
+        texts = [harness.outcomes[free, index].text for index in range(4)]
+        stop = (texts[3][2:4], texts[0][-3])
+        name = add(harness, prompt, {**params, "allowed_token_ids": letters, "stop": stop})
+        harness.run()
+        expected = reference_beams(
+            reference, prompt, params,
+            stop_strings=list(stop), tokenizer=tokenizer, suppress_tokens=others,
+        )  # fmt: skip
+        check(harness, name, expected)
+        for index in range(4):
+            outcome = harness.outcomes[name, index]
+            assert not any(string in outcome.text for string in stop)
+            at_end = outcome.finish_reason is FinishReason.STOP
+            assert (outcome.stop_reason in stop) if at_end else len(outcome.token_ids) == 12
+            stopped.add(outcome.stop_reason)
+    assert len(stopped) > 4
+
+
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_held_once(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, num_blocks=128, block_size=4, max_num_seqs=8)
+    harness = Harness(engine)
+    prompt = prompts(1, seed=4)[0] * 2 + [5] * 7
+    prompt = prompt[: len(prompt) // 4 * 4 + 2]
+    add(harness, prompt, {"beam_width": 4, "n": 4, "max_tokens": 20})
+    full, pool = len(prompt) // 4, engine.scheduler.pool
+    steps = 0
+    while harness.engine.has_work:
+        harness.step()
+        beams = engine.scheduler.running
+        if len(beams) == 4:
+            steps += 1
+            assert len({id(block) for beam in beams for block in beam.blocks[:full]}) == full
+            assert all(block.ref_count == 4 for block in beams[0].blocks[:full])
+            distinct = {id(block) for beam in beams for block in beam.blocks}
+            assert pool.num_held == len(distinct) <= full + 4 * (len(beams[0].blocks) - full)
+    assert steps > 10
+    assert engine.scheduler.stats.prompt_tokens_scheduled == len(prompt)
+    assert engine.scheduler.stats.scheduled_tokens == len(prompt) + 4 * 19
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_abort_at_any_moment_frees_everything(tiny_model: Path, depth: int) -> None:
+    engine = make_engine(
+        tiny_model,
+        num_blocks=40,
+        block_size=4,
+        max_num_batched_tokens=8,
+        max_num_seqs=6,
+        launch_depth=depth,
+    )
+    harness = Harness(engine)
+    for steps in range(12):
+        name = add(harness, list(range(3, 23)), {"beam_width": 3, "n": 2, "max_tokens": 30})
+        other = harness.add(list(range(3, 13)), max_tokens=20, n=2, temperature=1.0)
+        for _ in range(steps):
+            harness.step()
+        engine.abort(name)
+        harness.run()
+        error = harness.outcomes[name, 0].error
+        assert error is not None and error.code is ErrorCode.CANCELLED
+        assert len(harness.outcomes[other, 1].token_ids) == 20
+
+
+def test_a_search_with_too_few_ends_is_told_so(tiny_model: Path) -> None:
+    harness = Harness(make_engine(tiny_model, num_blocks=64))
+    params = {"beam_width": 4, "n": 2, "max_tokens": 3}
+    name = add(harness, [5, 6], {**params, "allowed_token_ids": (7,)})
+    some = add(harness, [5, 6], {**params, "allowed_token_ids": (7, 8)})
+    harness.run()
+    error = harness.outcomes[name, 0].error
+    assert error is not None and error.code is ErrorCode.INVALID_ARG
+    assert len(harness.outcomes[some, 1].token_ids) == 3
+
+
+def test_a_search_that_is_not_finite_ends_alone(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, num_blocks=64)
+    harness = Harness(engine)
+    bad = add(harness, [5, 6, 7], {"beam_width": 2, "n": 1})
+    good = harness.add([5, 6, 8])
+    harness.step()
+    forward = engine._executor.runner.decoder.forward
+
+    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
+        logits = forward(batch, kv)
+        logits[1] = torch.nan
+        return logits
+
+    engine._executor.runner.decoder.forward = poisoned
+    harness.step()
+    engine._executor.runner.decoder.forward = forward
+    harness.run()
+    error = harness.outcomes[bad, 0].error
+    assert error is not None and error.code is ErrorCode.INTERNAL
+    assert harness.outcomes[good, 0].error is None
+    assert len(harness.outcomes[good, 0].token_ids) == 8
+
+
+def test_prompt_logprobs_of_a_search(tiny_model: Path) -> None:
+    prompt = list(range(40, 60))
+    tight = Harness(
+        make_engine(
+            tiny_model, num_blocks=20, block_size=4, max_num_batched_tokens=8, max_num_seqs=6
+        )
+    )
+    alone = Harness(make_engine(tiny_model, num_blocks=64))
+    params = {"beam_width": 3, "n": 3, "max_tokens": 16, "prompt_logprobs": 1}
+    name = add(tight, prompt, params)
+    other = tight.add(prompt, max_tokens=30)
+    tight.run()
+    expected = alone.generate(prompt, prompt_logprobs=1)
+    found = tight.outcomes[name, 0].prompt_logprobs
+    assert found is not None and expected.prompt_logprobs is not None
+    for mine, theirs in zip(found[1:], expected.prompt_logprobs[1:]):
+        assert [entry.token_id for entry in mine] == [entry.token_id for entry in theirs]
+        assert mine[0].logprob == pytest.approx(theirs[0].logprob, abs=1e-4)
+    assert tight.outcomes[other, 0].token_ids == alone.generate(prompt, max_tokens=30).token_ids
