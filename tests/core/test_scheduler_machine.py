@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),  # 0: the prompt is scored
         n=st.integers(1, 3),
         salt=st.sampled_from(["", "a"]),
         priority=st.integers(0, 2),
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(prompt) + max_tokens > self.config.max_model_len:
             return  # refused at the door
         params = SamplingParams(
-            n=n,
+            n=n if max_tokens else 1,
             max_tokens=max_tokens,
             seed=seed,
             priority=priority,
