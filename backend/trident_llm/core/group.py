@@ -46,6 +46,8 @@ def due_with(seq: Sequence) -> list[Sequence]:
     if request.beams is None or not seq.num_output_tokens:
         prompt_left = seq.num_computed_tokens < seq.num_prompt_tokens
         return [seq] if prompt_left or not seq.exhausted else []
+    if seq is not leader_of(seq):
+        return []
     beams = request.sequences
     ready = all(beam.status is RequestStatus.RUNNING and beam.num_remaining == 1 for beam in beams)
-    return beams if ready and seq is beams[0] else []
+    return beams if ready else []
