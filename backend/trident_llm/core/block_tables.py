@@ -38,11 +38,11 @@ class BlockTables:
 
     def wanted_together(self, seqs: SequenceOf[Sequence], num_tokens: int) -> int:
         """Fresh blocks for ``num_tokens`` more of each: a block's last owner writes in place."""
+        if len(seqs) == 1:
+            return self.wanted(seqs[0], num_tokens)
         total = sum(self.wanted(seq, num_tokens) for seq in seqs)
-        if len(seqs) > 1:
-            owners = Counter(self._shared_tail(seq) for seq in seqs)
-            total -= sum(b is not None and b.ref_count == count for b, count in owners.items())
-        return total
+        owners = Counter(self._shared_tail(seq) for seq in seqs)
+        return total - sum(b is not None and b.ref_count == count for b, count in owners.items())
 
     def grow(self, seq: Sequence, num_tokens: int, step: int) -> tuple[int, BlockCopy | None]:
         """Takes the blocks for ``num_tokens`` more tokens, to be written by ``step``.
@@ -50,9 +50,10 @@ class BlockTables:
         Returns the first column of the table that the device does not know, and the copy that must
         be made before the step writes.
         """
-        fresh = self._pool.allocate(self.wanted(seq, num_tokens))
-        first, copy = seq.num_sent_blocks, None
         tail = self._shared_tail(seq)
+        total = blocks_for(seq.num_computed_tokens + num_tokens, self._size)
+        fresh = self._pool.allocate(total - len(seq.blocks) + (tail is not None))
+        first, copy = seq.num_sent_blocks, None
         if tail is not None:
             first = len(seq.blocks) - 1
             copy = BlockCopy(tail.block_id, fresh[0].block_id)
@@ -135,14 +136,14 @@ class BlockTables:
 
     def register_full(self, seq: Sequence) -> list[Block]:
         """Offers the blocks that are full of known tokens to the cache; those that it took."""
-        self.extend_hashes(seq)
-        if not self._config.enable_prefix_caching:
-            return []
         full = min(seq.num_computed_tokens, len(seq.token_ids)) // self._size
+        if full <= seq.num_registered_blocks or not self._config.enable_prefix_caching:
+            return []
+        self.extend_hashes(seq)
         taken = [
             seq.blocks[index]
             for index in range(seq.num_registered_blocks, full)
             if self._pool.register(seq.blocks[index], seq.block_hashes[index])
         ]
-        seq.num_registered_blocks = max(full, seq.num_registered_blocks)
+        seq.num_registered_blocks = full
         return taken

@@ -185,7 +185,8 @@ class Scheduler:
         for seq in seqs:
             self._place(step, seq, num_tokens)
         done.add(leader)
-        done.update(step.forked)  # their rows begin in this step
+        if step.forked:
+            done.update(step.forked)  # their rows begin in this step
         return num_tokens * len(seqs)
 
     def _choose_victim(self, leader: Sequence, done: set[Sequence]) -> Sequence:
