@@ -178,7 +178,7 @@ def test_beams_are_those_of_transformers_in_any_company(
 def test_beams_of_the_default_model(default_model: Path) -> None:
     model = load_reference(default_model)
     tokenizer = Tokenizer.from_folder(default_model)
-    engine = make_engine(default_model, num_blocks=40, block_size=4, max_num_seqs=16)
+    engine = make_engine(default_model, num_blocks=30, block_size=4, max_num_seqs=16)
     harness = Harness(engine)
     kinds = list(product((2, 4), (0.0, 1.0, 2.0), (False, True, "never")))
     requests: list[tuple[str, list[Beam]]] = []
@@ -186,7 +186,7 @@ def test_beams_of_the_default_model(default_model: Path) -> None:
         width, penalty, rule = kinds[i * 7 % len(kinds)]
         params = {
             "beam_width": width, "n": width, "length_penalty": penalty, "early_stopping": rule,
-            "max_tokens": 10, "ignore_eos": False,
+            "max_tokens": 8, "ignore_eos": False,
         }  # fmt: skip
         ends = tuple(tokenizer.encode(".\n", add_special_tokens=False))
         prompt = tokenizer.encode(text)
