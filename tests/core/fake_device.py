@@ -8,10 +8,10 @@ prefix, the seed and the sequence index, so the ids of a sequence do not depend 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trident_llm.core.config import SchedulerConfig
-from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult
+from trident_llm.core.messages import Candidate, SampledRow, SchedulerOutput, StepResult
 
 
 def digest(*parts: object) -> bytes:
@@ -20,6 +20,15 @@ def digest(*parts: object) -> bytes:
 
 def next_token(token_ids: list[int], seed: int, index: int, vocab: int) -> int:
     return int.from_bytes(digest("next", token_ids, seed, index), "little") % vocab
+
+
+def candidates(token_ids: list[int], vocab: int) -> list[Candidate]:
+    """What may follow in a beam search, the most likely first."""
+    found = [
+        Candidate(token, -5.0 * int.from_bytes(digest("beam", token_ids, token), "little") / 2**64)
+        for token in range(vocab)
+    ]
+    return sorted(found, key=lambda candidate: -candidate.logprob)
 
 
 def solo_ids(prompt: list[int], seed: int, index: int, count: int, vocab: int) -> list[int]:
@@ -36,6 +45,8 @@ class Row:
     num_computed: int
     seed: int
     index: int
+    num_candidates: int = 0  # of a beam
+    scores_only: bool = False
     table: list[int] = field(default_factory=list)
 
 
@@ -52,11 +63,21 @@ class FakeDevice:
         size = self.config.block_size
         for row in output.finished_rows:
             self.rows.pop(row, None)
+        before = {parent: self.rows[parent] for _, parent, _ in output.continuations}
+        for row, parent, token_id in output.continuations:
+            old = before[parent]
+            self.rows[row] = replace(
+                old, token_ids=[*old.token_ids, token_id], index=row, table=list(old.table)
+            )
         for new in output.new_rows:
             assert new.row not in self.rows, "a row is taken twice"
+            params = new.sampling_params
+            # Two tokens may end a beam here at the most.
+            count = params.num_sequences + 2 if params.use_beam_search else 0
             self.rows[new.row] = Row(
-                list(new.token_ids), new.num_computed_tokens, new.seed, new.sequence_index
-            )
+                list(new.token_ids), new.num_computed_tokens, new.seed, new.sequence_index, count,
+                params.max_tokens == 0,
+            )  # fmt: skip
         for scheduled in output.scheduled_rows:
             table = self.rows[scheduled.row].table
             assert scheduled.first_block <= len(table), "a hole in a block table"
@@ -85,16 +106,22 @@ class FakeDevice:
             for position in range(row.num_computed):
                 slot = row.table[position // size] * size + position % size
                 assert self.kv[slot] == digest(row.token_ids[: position + 1]), "wrong KV is read"
-            assert scheduled.samples == (row.num_computed == len(row.token_ids))
+            ends_here = row.num_computed == len(row.token_ids)
+            assert scheduled.samples == (ends_here and not row.scores_only)
         for fork in output.forks:
             parent = self.rows[fork.parent_row]
             assert fork.child_row not in self.rows, "a child takes a row in use"
             self.rows[fork.child_row] = Row(
                 list(parent.token_ids), parent.num_computed, parent.seed, fork.sequence_index,
-                list(parent.table),
+                parent.num_candidates, parent.scores_only, list(parent.table),
             )  # fmt: skip
         for number in output.sampled_rows:
             row = self.rows[number]
+            if row.num_candidates:
+                found = candidates(row.token_ids, self.vocab)[: row.num_candidates]
+                failed = number in self.fail_rows
+                sampled.append(SampledRow([], candidates=found, failed=failed))
+                continue
             token = next_token(row.token_ids, row.seed, row.index, self.vocab)
             row.token_ids.append(token)
             sampled.append(SampledRow([token], failed=number in self.fail_rows))

@@ -60,7 +60,6 @@ def test_strings_are_read_as_what_they_say() -> None:
         ("n", 0),
         ("n", 5_000_000),
         ("n", []),
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", "5.5"),
         ("max_tokens", {}),
@@ -110,8 +109,16 @@ def test_strings_are_read_as_what_they_say() -> None:
         ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
         ("repetition_detection", {"max_pattern_size": 10**9, "min_count": 2}),
         ("repetition_detection", {"pattern": 3}),
-        ("use_beam_search", True),
-        ("use_beam_search", "true"),
+        ("use_beam_search", "yes"),
+        ("beam_width", 0),
+        ("beam_width", 65),
+        ("beam_width", 2),
+        ("length_penalty", 0),
+        ("length_penalty", "nan"),
+        ("length_penalty", 11),
+        ("early_stopping", True),
+        ("early_stopping", "never"),
+        ("early_stopping", "always"),
         ("presence_penalty", "much"),
         ("presence_penalty", True),
         ("lora_name", "x"),
@@ -131,6 +138,11 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
         ("presence_penalty", "0.0"),
         ("repetition_penalty", 1),
         ("repetition_penalty", "1.0"),
+        ("beam_width", 1),
+        ("beam_width", None),
+        ("length_penalty", 1.0),
+        ("early_stopping", False),
+        ("early_stopping", None),
         ("use_beam_search", False),
         ("use_beam_search", "false"),
         ("best_of", None),
@@ -239,6 +251,64 @@ def test_combinations_that_contradict_each_other() -> None:
             parse_sampling_params(values)
 
 
+def beams(**values: Any) -> SamplingParams:
+    return parse_sampling_params({"use_beam_search": True, **values})
+
+
+def test_a_beam_search() -> None:
+    params = beams(beam_width="4", n=2, length_penalty="0.5", early_stopping="never")
+    assert (params.num_sequences, params.n, params.length_penalty) == (4, 2, 0.5)
+    assert params.early_stopping == "never"
+    assert params.sampled_logprobs is None
+    assert parse_sampling_params({"use_beam_search": "true", "n": "3"}).num_sequences == 3
+    width = beams(best_of=5, n=2, temperature=0, top_p=1, top_k=-1, early_stopping="true")
+    assert (width.num_sequences, width.best_of, width.early_stopping) == (5, None, True)
+    assert beams(beam_width=2, stop="x", min_tokens=2, repetition_penalty=1.2).stop == ("x",)
+    # What a model's own defaults say of drawing does not count.
+    defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=40, repetition_penalty=1.1)
+    params = parse_sampling_params({"use_beam_search": True, "n": 2}, defaults=defaults)
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
+    assert params.repetition_penalty == 1.1
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({}, "beam_width"),
+        ({"beam_width": 1}, "beam_width"),
+        ({"best_of": 1}, "beam_width"),
+        ({"n": 3, "beam_width": 2}, "beam_width"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"beam_width": 2, "best_of": 2}, "best_of"),
+        ({"beam_width": 2, "temperature": 0.7}, "temperature"),
+        ({"beam_width": 2, "top_p": 0.9}, "top_p"),
+        ({"beam_width": 2, "top_k": 5}, "top_k"),
+        ({"beam_width": 2, "min_p": 0.1}, "min_p"),
+        ({"beam_width": 2, "logprobs": 0}, "logprobs"),
+        (
+            {"beam_width": 2, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+            "repetition_detection",
+        ),
+        ({"beam_width": 2, "max_tokens": 0}, "use_beam_search"),
+    ],
+)
+def test_what_a_beam_search_cannot_have(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        beams(**values)
+    assert caught.value.field == f"sampling_parameters.{field}"
+
+
+def test_nothing_to_generate() -> None:
+    assert parse_sampling_params({"max_tokens": "0"}).max_tokens == 0
+    assert check(SamplingParams(max_tokens=0), num_prompt_tokens=64).max_tokens == 0
+    for values in ({"n": 2}, {"best_of": 2}):
+        with pytest.raises(RequestError) as caught:
+            parse_sampling_params({"max_tokens": 0, **values})
+        assert caught.value.field == f"sampling_parameters.{next(iter(values))}"
+    with pytest.raises(RequestError, match="text_input: has 65 tokens; it must fit"):
+        check(SamplingParams(max_tokens=0), num_prompt_tokens=65)
+
+
 def check(params: SamplingParams, **changes: Any) -> SamplingParams:
     values: dict[str, Any] = {
         "num_prompt_tokens": 60,
@@ -246,6 +316,8 @@ def check(params: SamplingParams, **changes: Any) -> SamplingParams:
         "vocab_size": 100,
         "max_num_seqs": 4,
         "max_logprobs": 20,
+        "block_size": 4,
+        "num_blocks": 20,
     }
     return check_against_model(params, **{**values, **changes})
 
@@ -258,6 +330,7 @@ def test_checks_that_need_the_model() -> None:
         (SamplingParams(max_tokens=None, min_tokens=5), "min_tokens"),
         (SamplingParams(max_tokens=1, n=5), "n"),
         (SamplingParams(max_tokens=1, best_of=5), "best_of"),
+        (beams(max_tokens=1, beam_width=5), "beam_width"),
         (SamplingParams(max_tokens=1, logprobs=21), "logprobs"),
         (SamplingParams(max_tokens=1, prompt_logprobs=21), "prompt_logprobs"),
         (SamplingParams(max_tokens=1, logit_bias=((5, 1.0), (100, 1.0))), "logit_bias"),
@@ -276,6 +349,17 @@ def test_checks_that_need_the_model() -> None:
         assert caught.value.field == f"sampling_parameters.{field}"
     with pytest.raises(RequestError, match="text_input: has 64 tokens"):
         check(SamplingParams(max_tokens=1), num_prompt_tokens=64)
+
+
+def test_a_search_that_the_pool_cannot_hold_is_refused() -> None:
+    # Of 60 tokens 15 blocks are shared; each beam's own 4 tokens, the last one not counted, take one.
+    assert check(beams(max_tokens=4, beam_width=4)).num_sequences == 4
+    with pytest.raises(RequestError, match=r"beam_width: .*4 beams .* may take 19 KV blocks"):
+        check(beams(max_tokens=4, beam_width=4), num_blocks=19)
+    # 3 of 15 blocks are shared, and the fourth is written by all.
+    with pytest.raises(RequestError, match="may take 29 KV blocks"):
+        check(beams(max_tokens=48, beam_width=2), num_prompt_tokens=15, num_blocks=29)
+    assert check(beams(max_tokens=48, beam_width=2), num_prompt_tokens=15, num_blocks=30).n == 1
 
 
 def test_a_models_defaults_are_overridden_by_explicit_values() -> None:

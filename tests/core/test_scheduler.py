@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core.fake_device import FakeDevice, solo_ids
+from tests.core.beam_reference import beam_search
+from tests.core.fake_device import FakeDevice, candidates, solo_ids
 from trident_llm.core.config import SchedulerConfig
 from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult
 from trident_llm.core.request import FinishReason, Request, RequestStatus
@@ -259,3 +260,128 @@ def test_priority_goes_before_arrival() -> None:
     assert scheduler.schedule() is not None
     assert high.sequences[0].status is RequestStatus.RUNNING
     assert low.sequences[0].status is RequestStatus.WAITING
+
+
+def test_a_prompt_with_nothing_to_generate_ends_when_it_is_computed() -> None:
+    scheduler = make(max_model_len=40)
+    device = FakeDevice(scheduler.config)
+    item = request("a", [1, 2, 0, 1] * 10, max_tokens=0)
+    neighbour = request("b", [1] * 4)
+    scheduler.add(item)
+    scheduler.add(neighbour)
+    updates = []
+    while not item.finished:
+        output = scheduler.schedule()
+        assert output is not None
+        updates += scheduler.update(device.launch(output))
+    mine = [update for update in updates if update.sequence.request is item]
+    assert [update.token_ids for update in mine] == [[]]
+    assert item.sequences[0].finish_reason is FinishReason.LENGTH
+    assert scheduler.stats.prompt_tokens_scheduled == 44
+    run(scheduler, device)
+    assert len(neighbour.sequences[0].token_ids) == 8
+    assert scheduler.pool.num_held == 0
+
+
+def test_a_sequence_that_forked_in_this_step_is_not_preempted_in_it() -> None:
+    scheduler = make(
+        num_blocks=9, long_prefill_token_threshold=3, enable_prefix_caching=False, max_model_len=32
+    )
+    device = FakeDevice(scheduler.config)
+    parent = request("parent", [1] * 13, n=2)
+    for item in (parent, request("b", [2] * 5), request("c", [0] * 7)):
+        scheduler.add(item)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        assert output is not None
+        assert not {fork.child_row for fork in output.forks} & set(output.finished_rows)
+        scheduler.update(device.launch(output))
+    assert scheduler.stats.num_preemptions > 0
+
+
+def beam_request(name: str, prompt: list[int], width: int, **params: Any) -> Request:
+    return request(name, prompt, use_beam_search=True, beam_width=width, **params)
+
+
+def test_beams_share_the_prompt_and_copy_what_they_write() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    device = FakeDevice(scheduler.config, vocab=6)
+    item = beam_request("a", [1, 2, 0] * 6, 4, max_tokens=12, n=4)  # 4 full blocks, a partial one
+    scheduler.add(item)
+    output = scheduler.schedule()
+    assert output is not None
+    assert (output.num_tokens, len(output.forks), scheduler.pool.num_held) == (18, 3, 5)
+    scheduler.update(device.launch(output))
+    output = scheduler.schedule()
+    assert output is not None
+    assert len(output.continuations) == 4
+    assert len(output.block_copies) == 3  # the last owner writes in place
+    assert scheduler.pool.num_held == 4 + 4
+    scheduler.update(device.launch(output))
+    run(scheduler, device)
+    assert scheduler.stats.prompt_tokens_scheduled == 18
+    expected = beam_search(
+        item.prompt_token_ids, lambda ids: candidates(ids, 6), width=4, max_tokens=12,
+        ends=frozenset(), length_penalty=1.0, early_stopping=False,
+    )  # fmt: skip
+    assert [seq.token_ids[18:] for seq in item.sequences] == [ids for ids, _ in expected]
+
+
+def test_a_resumed_sequence_is_protected_until_it_gains_a_block() -> None:
+    """What it computes again, also in chunks, is no gain."""
+    scheduler = make(num_blocks=13, max_model_len=48, max_num_batched_tokens=12)
+    device = FakeDevice(scheduler.config)
+    for name in "abc":
+        scheduler.add(request(name, [ord(name)] * 12, max_tokens=30))
+    known: dict[str, int] = {}
+    checked = 0
+    while scheduler.has_work:
+        for seq in scheduler.waiting:
+            known[seq.request.request_id] = len(seq.token_ids)
+        output = scheduler.schedule()
+        assert output is not None
+        for seq in scheduler.running:
+            if seq.num_preemptions:
+                gained = len(seq.blocks) > -(-known[seq.request.request_id] // 4)
+                assert seq.protected is not gained
+                checked += 1
+        scheduler.update(device.launch(output))
+    assert checked > 10
+
+
+def test_beams_wait_for_their_last_tokens_while_others_go_on() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    item, other = beam_request("a", [1] * 4, 2), request("b", [2] * 4)
+    scheduler.add(item)
+    scheduler.add(other)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert first is not None and second is not None
+    assert [row.num_tokens for row in second.scheduled_rows] == [1]
+    scheduler.abort(other)
+    assert scheduler.schedule() is None
+
+
+def test_a_search_is_preempted_whole_and_comes_back_whole() -> None:
+    scheduler = make(num_blocks=15, max_model_len=56, max_num_batched_tokens=64)
+    device = FakeDevice(scheduler.config)
+    first = request("first", [1] * 16, max_tokens=24)
+    item = beam_request("beams", [2] * 8, 3, max_tokens=12)
+    scheduler.add(first)
+    scheduler.add(item)
+    seen = set()
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        assert output is not None
+        rows = sum(seq.row is not None for seq in item.sequences)
+        seen.add(rows)
+        assert rows in (0, 3)
+        assert len({seq.status for seq in item.sequences if seq.blocks}) <= 1
+        scheduler.update(device.launch(output))
+    assert scheduler.stats.num_preemptions > 0
+    assert seen == {0, 3}
+    expected = beam_search(
+        [2] * 8, lambda ids: candidates(ids, 3), width=3, max_tokens=12, ends=frozenset(),
+        length_penalty=1.0, early_stopping=False,
+    )  # fmt: skip
+    assert item.sequences[0].token_ids[8:] == expected[0][0]

@@ -7,20 +7,24 @@ full pools happen within a few steps.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.fake_device import FakeDevice, solo_ids
+from tests.core.beam_reference import beam_search
+from tests.core.fake_device import FakeDevice, candidates, solo_ids
+from trident_llm.core.block_pool import most_blocks_of_beams
 from trident_llm.core.config import SchedulerConfig
 from trident_llm.core.messages import StepResult
 from trident_llm.core.request import FinishReason, Request, RequestStatus
 from trident_llm.core.sampling_params import SamplingParams
-from trident_llm.core.scheduler import Scheduler
+from trident_llm.core.scheduler import NOTHING_ALLOWED, Scheduler
 
 VOCAB = 3
+EOS = 2
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -45,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=100,
             scheduling_policy=policy,  # type: ignore[arg-type]
             enable_prefix_caching=caching,
+            eos_token_ids=frozenset({EOS}),
         )
         self.scheduler = Scheduler(self.config)
         self.device = FakeDevice(self.config, VOCAB)
@@ -55,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),  # 0: the prompt is scored
         n=st.integers(1, 3),
         salt=st.sampled_from(["", "a"]),
         priority=st.integers(0, 2),
@@ -77,16 +82,70 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(prompt) + max_tokens > self.config.max_model_len:
             return  # refused at the door
         params = SamplingParams(
-            n=n,
+            n=n if max_tokens else 1,
             max_tokens=max_tokens,
             seed=seed,
             priority=priority,
             skip_reading_prefix_cache=skip,
+            ignore_eos=True,
         )
         request = Request(str(len(self.requests)), prompt, params, cache_salt=salt)
         request.in_lockstep = lockstep
         self.scheduler.add(request)
         self.requests.append(request)
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 10),
+        width=st.integers(2, 4),
+        n=st.integers(1, 4),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([False, True, "never"]),
+        stop_token=st.sampled_from([(), (0,)]),
+        ignore_eos=st.booleans(),
+        priority=st.integers(0, 2),
+        skip=st.booleans(),
+    )
+    def add_beams(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        width: int,
+        n: int,
+        stop_token: tuple[int, ...],
+        skip: bool,
+        **params: Any,
+    ) -> None:
+        size, total = self.config.block_size, len(prompt) + max_tokens
+        wanted = most_blocks_of_beams(len(prompt), max_tokens, width, size)
+        if total > self.config.max_model_len or wanted >= self.config.num_blocks:
+            return  # refused at the door
+        sampling = SamplingParams(
+            use_beam_search=True,
+            beam_width=width,
+            n=min(n, width),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token,
+            seed=0,
+            skip_reading_prefix_cache=skip,
+            **params,
+        )
+        request = Request(str(len(self.requests)), prompt, sampling)
+        self.scheduler.add(request)
+        self.requests.append(request)
+
+    def expected_beams(self, request: Request) -> list[list[int]]:
+        params = request.params
+        found = beam_search(
+            request.prompt_token_ids,
+            lambda token_ids: candidates(token_ids, VOCAB),
+            width=params.num_sequences,
+            max_tokens=request.max_tokens,
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS}),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+        return [ids for ids, _ in found]
 
     def launch(self) -> bool:
         output = self.scheduler.schedule()
@@ -134,6 +193,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             wanted = -(-seq.num_computed_tokens // self.config.block_size)
             assert len(seq.blocks) == wanted
+            if seq.request.beams is not None and seq.num_output_tokens:
+                for beam in seq.request.sequences:
+                    assert beam.num_placeholders == seq.num_placeholders, "not together"
         assert len(self.scheduler.running) <= self.config.max_num_seqs
 
     @invariant()
@@ -156,6 +218,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tokens_are_those_of_the_sequence_alone(self) -> None:
         for (number, index), ids in getattr(self, "emitted", {}).items():
             request = self.requests[number]
+            if request.beams is not None:
+                if request.sequences[index].finish_reason is not FinishReason.ERROR:
+                    assert ids == self.expected_beams(request)[index]
+                continue
             alone = solo_ids(request.prompt_token_ids, request.seed, index, len(ids), VOCAB)
             assert ids == alone
 
@@ -172,7 +238,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert seq.status is RequestStatus.FINISHED
                 assert seq.row is None
                 assert seq.blocks == []
-                if seq.finish_reason is FinishReason.LENGTH:
+                if request.beams is not None:
+                    if seq.finish_reason is FinishReason.ERROR:  # there are not n different ends
+                        assert seq.stop_reason == NOTHING_ALLOWED
+                        assert len(self.expected_beams(request)) < request.params.n
+                    elif seq.finish_reason is not FinishReason.ABORT:
+                        told = (int(request.request_id), seq.index) in self.emitted
+                        assert told == (seq.index < request.params.n)
+                elif seq.finish_reason is FinishReason.LENGTH:
                     ids = self.emitted[int(request.request_id), seq.index]
                     assert len(ids) == request.max_tokens
         assert self.scheduler.check_integrity() == []

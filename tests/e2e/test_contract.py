@@ -8,6 +8,7 @@ import json
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ import tritonclient.grpc.aio as stock_aio
 from tests.cli.command import wait_for
 from tests.e2e.server import RunningServer
 from tests.e2e.stock_client import Stream, error_of, make_inputs, run, strings
+from tests.engine.harness import Harness, make_engine
 from trident_client import DeadlineExceeded, Unavailable
+from trident_llm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -213,6 +216,64 @@ def test_parameters_as_a_tensor_and_as_request_parameters(tiny_server: RunningSe
     assert num_tokens(both, max_tokens=3) == 7
     message = error_of(port, alone, parameters={"temperature": "hot"})
     assert message.startswith("INVALID_ARG sampling_parameters.temperature: ")
+
+
+def test_the_best_beams_come_at_the_end(tiny_server: RunningServer, tiny_model: Path) -> None:
+    beams = {
+        "use_beam_search": True, "beam_width": 4, "n": 2, "length_penalty": 0.5,
+        "early_stopping": True, "max_tokens": 8, "ignore_eos": True,
+    }  # fmt: skip
+    spelled = {name: json.dumps(value) for name, value in beams.items()}
+    asked = dict.fromkeys(
+        ("return_finish_reason", "return_cumulative_logprob", "return_num_output_tokens"), True
+    )
+    told = []
+    for sampling, stream in itertools.product((beams, spelled), (False, True)):
+        inputs = make_inputs(
+            PROMPT, sampling, stream=stream, exclude_input_in_output=True,
+            return_token_ids=True, **asked,
+        )  # fmt: skip
+        (result,) = run(tiny_server.grpc_port, inputs)
+        assert strings(result, "finish_reason") == ["length"] * 2
+        assert result.as_numpy("num_output_tokens").tolist() == [8, 8]
+        told.append(
+            (
+                strings(result, "text_output"),
+                result.as_numpy("token_ids").tolist(),
+                result.as_numpy("cumulative_logprob").tolist(),
+            )
+        )
+    assert told == told[:1] * 4
+    texts, token_ids, sums = told[0]
+    assert sums[0] > sums[1]
+    harness = Harness(make_engine(tiny_model, num_blocks=64))
+    name = harness.add(
+        Tokenizer.from_folder(tiny_model).encode(PROMPT), **{**beams, "temperature": 1.0}
+    )  # fmt: skip
+    harness.run()
+    own = [harness.outcomes[name, index] for index in range(2)]
+    assert token_ids == own[0].token_ids + own[1].token_ids
+    assert texts == [outcome.text for outcome in own]
+    inputs = make_inputs(PROMPT, {"use_beam_search": "true"})
+    assert "sampling_parameters.beam_width: must be at least 2" in error_of(
+        tiny_server.grpc_port, inputs
+    )
+
+
+def test_a_prompt_and_nothing_more(tiny_server: RunningServer) -> None:
+    for stream in (False, True):
+        inputs = make_inputs(
+            PROMPT, {"max_tokens": "0"}, stream=stream, exclude_input_in_output=True,
+            return_finish_reason=True, return_num_output_tokens=True, return_num_input_tokens=True,
+        )  # fmt: skip
+        (result,) = run(tiny_server.grpc_port, inputs)
+        assert strings(result, "text_output") == [""]
+        assert strings(result, "finish_reason") == ["length"]
+        assert result.as_numpy("num_output_tokens").tolist() == [0]
+        assert result.as_numpy("num_input_tokens")[0] > 0
+    text = "sampling_parameters.n: must be left out when max_tokens is 0"
+    inputs = make_inputs(PROMPT, {"max_tokens": 0, "n": 2})
+    assert text in error_of(tiny_server.grpc_port, inputs)
 
 
 def test_times_of_a_request(tiny_server: RunningServer) -> None:

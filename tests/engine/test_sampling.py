@@ -316,6 +316,38 @@ def test_one_token_has_no_logprob_before_it(alone: Harness) -> None:
     assert alone.generate([5], prompt_logprobs=3).prompt_logprobs == [None]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_prompt_is_scored_and_nothing_generated(
+    tiny_model: Path, reference: Any, vocab_size: int, depth: int
+) -> None:
+    harness = Harness(
+        make_engine(
+            tiny_model, num_blocks=20, block_size=4, max_num_batched_tokens=8, max_num_seqs=4,
+            launch_depth=depth,
+        )
+    )  # fmt: skip
+    longest = [i % 400 + 3 for i in range(harness.engine.config.max_model_len)]
+    cases = {length: longest[:length] for length in (1, 8, 9, 40, len(longest))}
+    names = {
+        length: harness.add(prompt, max_tokens=0, prompt_logprobs=2)
+        for length, prompt in cases.items()
+    }
+    neighbour = harness.add([5, 6, 7], max_tokens=40)
+    plain = harness.add([5] * 11, max_tokens=0)
+    outputs = []
+    while harness.engine.has_work:
+        outputs += harness.step()
+    for length, prompt in cases.items():
+        outcome = harness.outcomes[names[length], 0]
+        assert (outcome.text, outcome.token_ids, outcome.num_deltas) == ("", [], 1)
+        assert outcome.finish_reason is FinishReason.LENGTH
+        check_prompt_logprobs(outcome, prompt, 2, reference, vocab_size)
+    assert harness.outcomes[plain, 0].finish_reason is FinishReason.LENGTH
+    assert harness.outcomes[plain, 0].prompt_logprobs is None
+    assert len(harness.outcomes[neighbour, 0].token_ids) == 40
+    assert sum(output.request_id == plain for output in outputs) == 1
+
+
 # ---- ends and choices ------------------------------------------------------------------------------
 
 

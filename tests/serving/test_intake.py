@@ -85,7 +85,9 @@ class Compiler:
 class Door:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.loop, self.responder, self.compiler = Loop(), Responder(), Compiler()
-        facts = ModelFacts(tokenizer, None, 200, 8, 20, tokenizer.vocab_size, SamplingParams())
+        facts = ModelFacts(
+            tokenizer, None, 200, 8, 20, 16, 400, tokenizer.vocab_size, SamplingParams()
+        )
         self.intake = Intake(
             facts,
             self.loop,  # type: ignore[arg-type]

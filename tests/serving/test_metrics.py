@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,11 +40,26 @@ def make(state: EngineState = BUSY) -> Metrics:
 def run_request(metrics: Metrics, params: SamplingParams, *steps: Any) -> None:
     """Steps are (time of sending, deltas); the last one ends the request."""
     progress = RequestProgress()
+    times = TIMES if params.max_tokens else replace(TIMES, first_token=0.0)
     for number, (now, *deltas) in enumerate(steps, start=1):
-        output = make_output("1", *deltas, finished=number == len(steps), times=TIMES)
+        output = make_output("1", *deltas, finished=number == len(steps), times=times)
         metrics.sent(progress, output, now)
         if output.finished:
             metrics.finished(progress, output, params, now)
+
+
+def test_a_request_that_generates_nothing(server_metrics: ServerMetrics) -> None:
+    metrics = make()
+    nothing = SequenceDelta(0, finish_reason=FinishReason.LENGTH)
+    run_request(metrics, SamplingParams(max_tokens=0), (14.0, nothing))
+    metrics.push_idle()
+    told = server_metrics
+    assert told["vllm:prompt_tokens_total"].value == 5
+    assert told["vllm:generation_tokens_total"].value == 0
+    assert told["vllm:time_to_first_token_seconds"].values == []
+    assert told["vllm:request_prefill_time_seconds"].values == [3.5]
+    assert told["vllm:request_decode_time_seconds"].values == [0.0]
+    assert told["vllm:request_generation_tokens"].values == [0]
 
 
 def test_a_request_is_counted_once_with_its_tokens_and_times(server_metrics: ServerMetrics) -> None:

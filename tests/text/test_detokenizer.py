@@ -215,3 +215,26 @@ def test_no_decoder_joins_with_blanks() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = wrap(backend, {})
     assert "".join(stream(tokenizer, [0], [1, 0])) == " b a"
+
+
+@pytest.mark.parametrize("tokenizer", ALL)
+def test_a_copy_goes_on_by_itself(tokenizer: Tokenizer) -> None:
+    one, other = (tokenizer.encode(text) for text in SENTENCES[:2])
+    for place in range(len(one)):
+        first = Detokenizer(tokenizer)
+        text = "".join(first.push([id_]) for id_ in one[:place])
+        second = first.fork()
+        mine = text + "".join(first.push([id_]) for id_ in one[place:]) + first.flush()
+        theirs = text + "".join(second.push([id_]) for id_ in other) + second.flush()
+        assert mine == "".join(stream(tokenizer, [], one))
+        assert theirs == "".join(stream(tokenizer, [], one[:place] + other))
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
+def test_a_copy_inside_a_character(tokenizer: Tokenizer) -> None:
+    ids = byte_ids(tokenizer, MELTING.encode())
+    first = Detokenizer(tokenizer, byte_ids(tokenizer, b"x"))
+    assert first.push(ids[:2]) == ""
+    second = first.fork()
+    assert second.push(byte_ids(tokenizer, b"y")).endswith("y")
+    assert first.push(ids[2:]) == MELTING

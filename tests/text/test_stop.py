@@ -131,3 +131,13 @@ def test_time_is_linear_in_a_hostile_text() -> None:
     for _ in range(1000):
         matcher.push("a" * 100)
     assert time.process_time() - begin < 2  # a search from scratch per push takes minutes
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    matcher = StopMatcher(["abc", "bd"])
+    assert matcher.push("xa").text == "x"
+    other = matcher.fork()
+    assert other.push("bc").stop == "abc"
+    assert matcher.push("b").text == ""
+    assert matcher.fork().push("d") == StopResult("a", "bd")
+    assert matcher.push("e").text == "abe"

@@ -24,6 +24,23 @@ class PoolExhaustedError(RuntimeError):
     """More blocks were asked for than are free; callers check ``num_free`` first."""
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def most_blocks_of_beams(
+    num_prompt_tokens: int, max_tokens: int, width: int, block_size: int
+) -> int:
+    """Blocks that a beam search may come to hold: for certain only the prompt's full ones are shared.
+
+    The last token of a beam is never an input, so it takes no place.
+    """
+    shared = num_prompt_tokens // block_size
+    total = blocks_for(num_prompt_tokens + max_tokens - 1, block_size)
+    return shared + width * (total - shared)
+
+
 class Block:
     """One block. ``previous``/``following`` link it into the free list while it is free."""
 

@@ -5,7 +5,8 @@ one sequence (its tokens, block table, lengths, sampling parameters). A sequence
 as a :class:`NewRow`; afterwards only its token count and new block ids travel. The runner applies an
 output in this order:
 
-    finished_rows -> new_rows -> block tables -> block_copies -> KV write and forward -> forks -> sample
+    finished_rows -> continuations -> new_rows -> block tables -> block_copies -> KV write and forward
+    -> forks -> sample
 
 Outputs are launched and collected in the order of their ``step``.
 """
@@ -53,6 +54,17 @@ class Fork(NamedTuple):
     sequence_index: int
 
 
+class Continuation(NamedTuple):
+    """``row`` of a beam search becomes a copy of ``parent_row``, with ``token_id`` behind it.
+
+    All continuations of a step happen at once: rows may swap.
+    """
+
+    row: int
+    parent_row: int
+    token_id: int
+
+
 class BlockCopy(NamedTuple):
     """Copy a block's KV in all layers before anything of this step is written (copy-on-write)."""
 
@@ -66,6 +78,7 @@ class SchedulerOutput:
 
     step: int
     finished_rows: list[int] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     scheduled_rows: list[ScheduledRow] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
@@ -90,19 +103,28 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+class Candidate(NamedTuple):
+    """A token that may follow in a beam search, with its log-probability after the request's edits."""
+
+    token_id: int
+    logprob: float
+
+
 @dataclass(frozen=True)
 class SampledRow:
     """What one row sampled: a list of tokens, since speculation yields several at once.
 
     ``logprobs[i]`` belongs to ``token_ids[i]``: the sampled token first, then the most likely ones.
     ``failed`` says that the row's logits were not finite, ``nothing_allowed`` that the request's own
-    parameters forbade every token: in both cases the tokens must not be used.
+    parameters forbade every token: in both cases the tokens must not be used. A beam's row samples
+    nothing: it has ``candidates``, the most likely first, and the host decides.
     """
 
     token_ids: list[int]
     logprobs: list[list[TokenLogprob]] | None = None
     failed: bool = False
     nothing_allowed: bool = False
+    candidates: list[Candidate] | None = None
 
 
 class PromptLogprobs(NamedTuple):

@@ -1,7 +1,7 @@
 """A request and its sequences: what the scheduler knows of a user's work.
 
 A :class:`Request` is what a user sent; a :class:`Sequence` is one of its n continuations and the unit
-of scheduling. A sequence is preempted by going back to WAITING: its tokens stay, its blocks go.
+of scheduling, or one of the beams of a search, which are scheduled together. A sequence is preempted by going back to WAITING: its tokens stay, its blocks go.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from trident_llm.core.beam import BeamSearch, BeamText
     from trident_llm.core.block_pool import Block
 
 
@@ -46,6 +47,8 @@ class Request:
     # only once its last token is known, however far steps are launched ahead.
     in_lockstep: bool = False
     sequences: list[Sequence] = field(default_factory=list)
+    beams: BeamSearch | None = None  # set by the scheduler
+    beam_text: BeamText | None = None  # the empty output's, if a search must look for stop strings
     # Of the prompt tokens from the second on, as far as computed; only if asked for.
     prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
 
@@ -90,7 +93,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     first_scheduled: bool = False
     num_preemptions: int = 0
-    protected: bool = False  # resumed, and has not gained a block since
+    num_resumed_blocks: int = 0  # of the tokens that were known when it was resumed
     overtaken: int = 0  # later sequences admitted before this one
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -105,9 +108,19 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def protected(self) -> bool:
+        """Whether it was resumed and has not gained a block since."""
+        return len(self.blocks) <= self.num_resumed_blocks
+
+    @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_held_back(self) -> int:
+        """Of those, how many it may not compute alone: beams compute their newest one together."""
+        return int(self.request.beams is not None and self.num_output_tokens > 0)
 
     @property
     def exhausted(self) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trident_llm.core import sampling_values as values_of
+from trident_llm.core.block_pool import most_blocks_of_beams
 from trident_llm.core.errors import invalid
 from trident_llm.core.sampling_values import FIELD, LARGEST_INT, RepetitionDetection, bad
 
@@ -39,6 +40,10 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None  # sequences to generate, of which the n most likely are returned
+    use_beam_search: bool = False
+    beam_width: int | None = None  # beams of a search, of which the n best are returned
+    length_penalty: float = 1.0  # a beam is worth logprob / length ** length_penalty
+    early_stopping: bool | Literal["never"] = False  # when a search ends; as in transformers
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -51,7 +56,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
+    max_tokens: int | None = 16  # 0: the prompt is computed, and scored if asked
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -75,12 +80,17 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences to generate."""
+        """Sequences to generate: those to choose from, or a search's beams."""
+        if self.use_beam_search:
+            assert self.beam_width is not None
+            return self.beam_width
         return self.n if self.best_of is None else self.best_of
 
     @property
     def sampled_logprobs(self) -> int | None:
         """Most likely tokens wanted beside each sampled one; choosing the best needs the latter."""
+        if self.use_beam_search:
+            return None
         return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
 
     @property
@@ -104,6 +114,10 @@ def _between(low: float, high: float) -> Callable[[str, Any], float]:
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "n": _whole(1, MAX_N),
     "best_of": _optional_whole(1, MAX_N),
+    "use_beam_search": values_of.boolean,
+    "beam_width": _optional_whole(1, MAX_N),
+    "length_penalty": _between(-10, 10),
+    "early_stopping": values_of.early_stopping,
     "presence_penalty": _between(-2, 2),
     "frequency_penalty": _between(-2, 2),
     "repetition_penalty": values_of.repetition_penalty,
@@ -116,7 +130,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": lambda name, value: values_of.token_ids(name, value, MAX_STOP_TOKEN_IDS),
     "include_stop_str_in_output": values_of.boolean,
     "ignore_eos": values_of.boolean,
-    "max_tokens": _optional_whole(1),
+    "max_tokens": _optional_whole(0),
     "min_tokens": _whole(0),
     "logprobs": _optional_whole(0),
     "prompt_logprobs": _optional_whole(0),
@@ -135,10 +149,6 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
 
 # Known names that are not supported yet, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False, None),
-    "beam_width": (None, 1),
-    "length_penalty": (1,),
-    "early_stopping": (False, None),
     "lora_name": (None, ""),
     "flat_logprobs": (False,),
     "logprob_token_ids": (None,),
@@ -177,15 +187,56 @@ def parse_sampling_params(
             known = ", ".join(sorted((*_PARSERS, *GRAMMAR_PARAMETERS)))
             raise invalid(FIELD, f"holds an unknown name; the supported ones are: {known}")
     params = replace(defaults or SamplingParams(), **parsed)
+    params = _with_beams(params, parsed) if params.use_beam_search else _without_beams(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise bad("min_tokens", f"must be at most max_tokens, which is {params.max_tokens}")
     if params.stop and not params.detokenize:
         raise bad("stop", "needs detokenize to be true; use stop_token_ids with ids alone")
     if params.num_sequences < params.n:
         raise bad("best_of", f"must be at least n, which is {params.n}")
-    if params.greedy and params.num_sequences > 1:
+    if params.max_tokens == 0 and params.num_sequences > 1:
+        name = "use_beam_search" if params.use_beam_search else "n" if params.n > 1 else "best_of"
+        raise bad(name, "must be left out when max_tokens is 0: nothing is generated")
+    if params.greedy and params.num_sequences > 1 and not params.use_beam_search:
         name = "n" if params.n > 1 else "best_of"
         raise bad(name, "must be 1 when temperature is 0: greedy sequences would all be equal")
+    return params
+
+
+def _with_beams(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """``params`` of a beam search: its width found, and nothing in it that draws or cannot be told.
+
+    Args:
+        given: what the request itself says; a model's defaults are for drawing, and fall away.
+    """
+    neutral = SamplingParams()
+    for name in ("temperature", "top_p", "top_k", "min_p", "logprobs", "repetition_detection"):
+        value = getattr(params, name)
+        if (
+            name in given
+            and value != getattr(neutral, name)
+            and (name, value) != ("temperature", 0)
+        ):
+            raise bad(name, "cannot be combined with use_beam_search; leave it out")
+        params = replace(params, **{name: getattr(neutral, name)})
+    if params.best_of is not None and params.beam_width is not None:
+        raise bad("best_of", "cannot be combined with beam_width; leave it out")
+    width = params.beam_width or params.best_of or params.n
+    if width < 2:
+        raise bad("beam_width", "must be at least 2 with use_beam_search; set it")
+    if width < params.n:
+        name = "beam_width" if params.best_of is None else "best_of"
+        raise bad(name, f"must be at least n, which is {params.n}")
+    return replace(params, beam_width=width, best_of=None)
+
+
+def _without_beams(params: SamplingParams) -> SamplingParams:
+    if params.beam_width == 1:
+        params = replace(params, beam_width=None)
+    neutral = SamplingParams()
+    for name in ("beam_width", "length_penalty", "early_stopping"):
+        if getattr(params, name) != getattr(neutral, name):
+            raise bad(name, "needs use_beam_search to be true; leave it out without it")
     return params
 
 
@@ -251,7 +302,8 @@ def truncate_prompt(token_ids: list[int], params: SamplingParams, max_model_len:
     if most is None:
         return token_ids
     if most < 0:
-        most = max(1, max_model_len - (params.max_tokens or 1))
+        room = 1 if params.max_tokens is None else params.max_tokens
+        most = max(1, max_model_len - room)
     return token_ids[-most:]
 
 
@@ -263,17 +315,23 @@ def check_against_model(
     vocab_size: int,
     max_num_seqs: int,
     max_logprobs: int,
+    block_size: int,
+    num_blocks: int,
 ) -> SamplingParams:
     """``params`` with ``max_tokens`` resolved, once everything that needs the model is checked.
+
+    Args:
+        num_blocks: KV blocks of the pool, block 0 included, which holds nothing.
 
     Raises:
         RequestError: INVALID_ARG naming the field at fault.
     """
-    if num_prompt_tokens >= max_model_len:
+    if num_prompt_tokens + (params.max_tokens != 0) > max_model_len:
+        output = "" if params.max_tokens == 0 else "with at least one output token "
         raise invalid(
             "text_input",
-            f"has {num_prompt_tokens} tokens; with at least one output token it must fit "
-            f"max_model_len, which is {max_model_len}",
+            f"has {num_prompt_tokens} tokens; {output}it must fit max_model_len, which is "
+            f"{max_model_len}",
         )
     room = max_model_len - num_prompt_tokens
     if params.max_tokens is not None and params.max_tokens > room:
@@ -286,12 +344,23 @@ def check_against_model(
         raise bad("min_tokens", f"must be at most {room}, the room left by the prompt")
     if params.num_sequences > max_num_seqs:
         name = "n" if params.n > max_num_seqs else "best_of"
+        name = "beam_width" if params.use_beam_search else name
         raise bad(name, f"must be at most {max_num_seqs}, the sequences that run at once")
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > max_logprobs:
             raise bad(name, f"must be at most {max_logprobs}")
     _check_token_ids(params, vocab_size)
-    return replace(params, max_tokens=params.max_tokens or room)
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if params.use_beam_search:
+        width = params.num_sequences
+        wanted = most_blocks_of_beams(num_prompt_tokens, max_tokens, width, block_size)
+        if wanted >= num_blocks:
+            raise bad(
+                "beam_width",
+                f"must be lower, or max_tokens: {width} beams of up to {max_tokens} tokens may take "
+                f"{wanted} KV blocks, and there are {num_blocks - 1}",
+            )
+    return replace(params, max_tokens=max_tokens)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trident_llm.core.errors import RequestError, invalid
 
@@ -106,6 +106,18 @@ def boolean(name: str, value: Any) -> bool:
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     raise bad(name, "must be true or false")
+
+
+def early_stopping(name: str, value: Any) -> bool | Literal["never"]:
+    """true, false or "never"."""
+    if value is None:
+        return False
+    if isinstance(value, str) and value.strip().lower() == "never":
+        return "never"
+    try:
+        return boolean(name, value)
+    except RequestError:
+        raise bad(name, 'must be true, false or "never"') from None
 
 
 def top_p(name: str, value: Any) -> float:

@@ -6,6 +6,7 @@ knows nothing of Triton: :mod:`trident_llm.serving` turns outputs into responses
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from trident_llm.core.errors import RequestError
 from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.request import FinishReason, Request, Sequence
-from trident_llm.core.scheduler import SequenceUpdate
+from trident_llm.core.step import SequenceUpdate
 from trident_llm.engine.grammar import OutputGrammar
 from trident_llm.text.detokenizer import Detokenizer
 from trident_llm.text.stop import StopMatcher
@@ -120,6 +121,13 @@ class _SequenceText:
                     return shown, match.stop
         return shown, None
 
+    def after(self, token_id: int) -> tuple[_SequenceText, str | None]:
+        """As :class:`trident_llm.core.beam.BeamText` has it; this one stays as it is."""
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer and self._detokenizer.fork()
+        other._matcher = self._matcher and self._matcher.fork()
+        return other, other.push((token_id,))[1]
+
     def flush(self) -> tuple[str, str | None]:
         """What was held back, once no more tokens come."""
         if self._detokenizer is None:
@@ -137,7 +145,8 @@ class ActiveRequest:
     """A request in the engine, with the text state of its sequences.
 
     With best_of above n nothing is known of the outcome before the last sequence has ended: deltas
-    are kept until then, and the n sequences with the highest cumulative log-probability are told.
+    are kept until then, and the n sequences with the highest cumulative log-probability are told. A
+    beam search has chosen in the core: its beams come at once, ended.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -145,11 +154,14 @@ class ActiveRequest:
         self.request = request
         self.grammar: OutputGrammar | None = None  # set by the engine
         self.times = RequestTimes(arrival=time.monotonic())
-        self._texts = [_SequenceText(request, tokenizer) for _ in range(params.num_sequences)]
-        self._cumulative = [0.0] * params.num_sequences
-        self._chooses = params.num_sequences > params.n
+        num_told = params.n if params.use_beam_search else params.num_sequences
+        self._texts = [_SequenceText(request, tokenizer) for _ in range(num_told)]
+        self._cumulative = [0.0] * num_told
+        self._chooses = num_told > params.n
         self._kept: dict[int, SequenceDelta] = {}
         self._prompt_told = params.prompt_logprobs is None
+        if params.use_beam_search and params.stop:
+            request.beam_text = _SequenceText(request, tokenizer)
 
     def process(self, update: SequenceUpdate) -> tuple[SequenceDelta, str | None]:
         """The delta of one update; the second value is the stop string that ends the sequence."""
@@ -170,6 +182,8 @@ class ActiveRequest:
             finish, reason = FinishReason.STOP, stop
         for logprobs in update.logprobs or ():
             self._cumulative[seq.index] += logprobs[0].logprob
+        if update.cumulative_logprob is not None:
+            self._cumulative[seq.index] = update.cumulative_logprob
         delta = SequenceDelta(
             index=seq.index,
             text=shown,

@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trident_llm.core.messages import SampledRow, SchedulerOutput, StepResult
+from trident_llm.core.messages import (
+    Candidate,
+    Continuation,
+    SampledRow,
+    SchedulerOutput,
+    StepResult,
+)
 from trident_llm.model.batch import Batch
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache
@@ -43,6 +49,7 @@ class LaunchedStep:
     step: int
     sampled: SampleOutput | None
     num_logprobs: list[int]  # per sampled row, -1 for none
+    num_candidates: list[int]  # per sampled row, 0 for none: not a beam's
     prompt_scores: PromptScores | None
 
 
@@ -91,14 +98,15 @@ class ModelRunner:
             self._num_computed[scheduled.row] += scheduled.num_tokens
         rows = output.sampled_rows
         if not rows:
-            return LaunchedStep(output.step, None, [], prompt_scores)
+            return LaunchedStep(output.step, None, [], [], prompt_scores)
         logits = self._fork(output, logits)
         row_index = np.asarray(rows, np.int64)
         lengths = self._num_tokens[row_index]
         sampled = self._sampler.sample(logits, row_index, lengths, mask)
         self._append(row_index, lengths, sampled.token_ids)
         num_logprobs: list[int] = self._sampling.num_logprobs[row_index].tolist()
-        return LaunchedStep(output.step, sampled, num_logprobs, prompt_scores)
+        num_candidates: list[int] = self._sampling.num_candidates[row_index].tolist()
+        return LaunchedStep(output.step, sampled, num_logprobs, num_candidates, prompt_scores)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step and brings its tokens to the host."""
@@ -106,9 +114,8 @@ class ModelRunner:
         prompt_logprobs = scores.to_host() if scores is not None else []
         if launched.sampled is None:
             return StepResult(launched.step, [], prompt_logprobs)
-        return StepResult(
-            launched.step, _host_rows(launched.sampled, launched.num_logprobs), prompt_logprobs
-        )
+        rows = _host_rows(launched.sampled, launched.num_logprobs, launched.num_candidates)
+        return StepResult(launched.step, rows, prompt_logprobs)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the tokenizer's vocabulary; the head may be wider."""
@@ -129,6 +136,8 @@ class ModelRunner:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def _apply_delta(self, output: SchedulerOutput) -> None:
+        if output.continuations:
+            self._continue(output.continuations)
         for new in output.new_rows:
             count = len(new.token_ids)
             self._token_ids[new.row, :count] = self._tensor(np.asarray(new.token_ids, np.int64))
@@ -161,6 +170,21 @@ class ModelRunner:
         if rows:
             index = self._tensor(np.asarray([rows, columns, block_ids], np.int64))
             self._block_tables[index[0], index[1]] = index[2].to(torch.int32)
+
+    def _continue(self, continuations: list[Continuation]) -> None:
+        """Beams take their parents' places, all at once, and their next tokens."""
+        rows, parents, token_ids = np.asarray(continuations, np.int64).T
+        lengths = self._num_tokens[parents]
+        moved = np.flatnonzero(rows != parents)
+        if moved.size:
+            to, source = self._tensor(np.stack((rows[moved], parents[moved])))
+            columns = int(lengths.max())
+            self._token_ids[to, :columns] = self._token_ids[source, :columns]
+            self._block_tables[to] = self._block_tables[source]
+        index = self._tensor(np.stack((rows, lengths, token_ids)))
+        self._token_ids[index[0], index[1]] = index[2]
+        self._num_computed[rows] = self._num_computed[parents]
+        self._num_tokens[rows] = lengths + 1
 
     def _make_batch(self, output: SchedulerOutput, spans: list[PromptSpan]) -> Batch:
         """The flat batch: tokens of all scheduled rows, one sequence after another.
@@ -225,14 +249,17 @@ class ModelRunner:
         token_ids: torch.Tensor,
     ) -> None:
         """Writes sampled tokens behind their rows' last ones, on the device."""
+        samples = self._sampling.num_candidates[rows] == 0  # what follows a beam, the host decides
         # A sequence that reached max_model_len ends here: its last token is never an input.
-        fits = np.flatnonzero(lengths < self.config.max_model_len)
+        fits = np.flatnonzero(samples & (lengths < self.config.max_model_len))
         index = self._tensor(np.stack((rows[fits], lengths[fits], fits)))
         self._token_ids[index[0], index[1]] = token_ids[index[2]]
-        self._num_tokens[rows] += 1
+        self._num_tokens[rows[samples]] += 1
 
 
-def _host_rows(sampled: SampleOutput, num_logprobs: list[int]) -> list[SampledRow]:
+def _host_rows(
+    sampled: SampleOutput, num_logprobs: list[int], num_candidates: list[int]
+) -> list[SampledRow]:
     """What a step sampled, per row; waits for the device."""
     token_ids: list[int] = sampled.token_ids.tolist()
     finite = sampled.finite.tolist()
@@ -250,4 +277,11 @@ def _host_rows(sampled: SampleOutput, num_logprobs: list[int]) -> list[SampledRo
         )
         for line, entries in zip(lines, logprobs):
             rows[line] = replace(rows[line], logprobs=[entries])
+    if sampled.candidates is not None:
+        top, top_ids = sampled.candidates[0].tolist(), sampled.candidates[1].tolist()
+        lines = [line for line, count in enumerate(num_candidates) if count]
+        for place, line in enumerate(lines):
+            own = zip(top_ids[place], top[place][: num_candidates[line]])
+            found = [Candidate(token_id, logprob) for token_id, logprob in own]
+            rows[line] = replace(rows[line], token_ids=[], candidates=found)
     return rows

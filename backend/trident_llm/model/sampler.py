@@ -34,6 +34,8 @@ class SampleOutput:
     finite: torch.Tensor  # [L] bool; false: the logits were not finite, the token means nothing
     allowed: torch.Tensor | None  # [L] bool; false: every token was forbidden; None: none was
     logprobs: TokenLogprobs | None  # of the rows that asked, in order
+    # Of the rows of beams, in order: log-probabilities [B, K], descending, and token ids [B, K].
+    candidates: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Sampler:
@@ -55,7 +57,7 @@ class Sampler:
         lengths: IntArray,
         mask: TokenMask | None = None,
     ) -> SampleOutput:
-        """Chooses one token per row.
+        """Chooses one token per row; of a row of a beam the candidates count.
 
         Args:
             logits: ``[L, V]`` float32, over the tokenizer's vocabulary; changed in place.
@@ -68,6 +70,10 @@ class Sampler:
         if asked.size:
             wanted = logits.index_select(0, on_device(asked, logits))
             raw = most_likely_logprobs(wanted, int(self.state.num_logprobs[rows].max()))
+        beams = np.flatnonzero(self.state.num_candidates[rows])
+        if beams.size:  # edits change the log-probabilities of beams, as in transformers
+            lines = on_device(beams, logits)
+            logits[lines] = torch.log_softmax(logits[lines], dim=-1)
         edits = self._planner.plan(self.state, rows, lengths, logits, mask)
         raw_best = None
         if edits is not None or mask is not None:
@@ -85,9 +91,15 @@ class Sampler:
         logprobs = None
         if raw is not None:
             logprobs = of_chosen(*raw, token_ids[on_device(asked, logits)])
+        candidates = None
+        if beams.size:
+            most = min(int(self.state.num_candidates[rows].max()), logits.shape[1])
+            top = logits[lines].topk(most, dim=-1)
+            candidates = (top.values, top.indices)
         return SampleOutput(
             token_ids=token_ids,
             finite=torch.isfinite(best if raw_best is None else raw_best),
             allowed=None if raw_best is None else best > -torch.inf,
             logprobs=logprobs,
+            candidates=candidates,
         )

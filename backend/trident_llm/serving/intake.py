@@ -58,6 +58,8 @@ class ModelFacts:
     max_model_len: int
     max_num_seqs: int
     max_logprobs: int
+    block_size: int
+    num_blocks: int
     vocab_size: int
     defaults: SamplingParams
 
@@ -159,6 +161,8 @@ class Intake:
             vocab_size=facts.vocab_size,
             max_num_seqs=facts.max_num_seqs,
             max_logprobs=facts.max_logprobs,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
         )
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))

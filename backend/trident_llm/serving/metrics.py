@@ -340,11 +340,14 @@ class Metrics:
     ) -> None:
         """A request ends with a result."""
         times = output.times
+        if not times.first_token:  # it asked for none
+            self._prompt_tokens.add(output.num_prompt_tokens)
         self._success["length" if progress.hit_length else "stop"].add()
         self._e2e.observe(now - times.arrival)
         self._queue.observe(times.first_scheduled - times.arrival)
-        self._prefill.observe(times.first_token - times.first_scheduled)
-        self._decode.observe(times.finished - times.first_token)
+        computed = times.first_token or times.finished
+        self._prefill.observe(computed - times.first_scheduled)
+        self._decode.observe(times.finished - computed)
         per_sequence = progress.num_tokens / params.n
         if per_sequence > 1:
             self._mean_gap.observe((times.finished - times.first_token) / (per_sequence - 1))

@@ -137,6 +137,8 @@ class TritonPythonModel:
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             max_logprobs=self._config.max_logprobs,
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
             vocab_size=self._vocab_size,
             defaults=self._defaults,
         )

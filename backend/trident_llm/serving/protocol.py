@@ -188,7 +188,10 @@ def _sampling_params(
     else:
         values = _json_object("parameters", raw.parameters) if raw.parameters else {}
     params = parse_sampling_params(values, defaults=defaults, ignore_unknown=not in_tensor)
-    return params, parse_grammar(values)
+    grammar = parse_grammar(values)
+    if grammar is not None and params.use_beam_search:
+        raise invalid(grammar.error_field, "cannot be combined with use_beam_search; leave one out")
+    return params, grammar
 
 
 def request_timeout(raw: RawRequest) -> float | None:

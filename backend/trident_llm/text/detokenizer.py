@@ -10,6 +10,7 @@ its text of the prompt, and no delta holds a character that later tokens could s
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -28,6 +29,8 @@ class _Stream(Protocol):
     def push(self, token_ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
+
+    def fork(self) -> _Stream: ...
 
 
 class Detokenizer:
@@ -72,6 +75,12 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the rest at the end of the output: an incomplete character becomes U+FFFD."""
         return self._stream.flush()
+
+    def fork(self) -> Detokenizer:
+        """Return a copy that goes on by itself."""
+        other = copy.copy(self)
+        other._stream = self._stream.fork()
+        return other
 
 
 class _ByteStream:
@@ -124,6 +133,11 @@ class _ByteStream:
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
         return self._finish(text) if text else ""
+
+    def fork(self) -> _ByteStream:
+        other = copy.copy(self)
+        other._decoder = copy.copy(self._decoder)
+        return other
 
     def _finish(self, text: str) -> str:
         if self._resolving is not None:
@@ -228,6 +242,11 @@ class _DecodedStream:
 
     def flush(self) -> str:
         return self._take()
+
+    def fork(self) -> _DecodedStream:
+        other = copy.copy(self)
+        other._window = list(self._window)
+        return other
 
     def _push_one(self, id_: int) -> str:
         is_special = id_ in self._joined

@@ -8,6 +8,7 @@ what is held back is exactly the longest end of the text that a stop string coul
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,10 @@ class StopMatcher:
         """Return the text still held back; call it when the text ends without a match."""
         shown, self._held = self._held, ""
         return shown
+
+    def fork(self) -> StopMatcher:
+        """Return a copy that goes on by itself."""
+        return copy.copy(self)  # what a push changes is never changed in place
 
     def _scan(self, pending: str, begin: int) -> tuple[int, str | None]:
         """Return start and string of the best match in pending, whose new text starts at begin."""

@@ -29,6 +29,7 @@ class RowSampling:
         self.seed = np.zeros(num_rows, np.uint64)
         self.sequence_index = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # -1: none asked
+        self.num_candidates = np.zeros(num_rows, np.int64)  # of a beam's row; 0: it samples
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.min_length = np.zeros(num_rows, np.int64)  # tokens before which no end is sampled
         self.presence = np.zeros(num_rows, np.float32)
@@ -54,7 +55,7 @@ class RowSampling:
     ) -> None:
         """Fills a row for a sequence that enters it."""
         self.version += 1
-        self.greedy[row] = params.greedy
+        self.greedy[row] = params.greedy or params.use_beam_search
         self.temperature[row] = 1.0 if params.greedy else params.temperature
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
@@ -70,6 +71,7 @@ class RowSampling:
         self.repetition[row] = np.clip(params.repetition_penalty, _FLOAT32.tiny, _FLOAT32.max)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
         self.end_ids[row] = np.asarray(sorted(ends), np.int64)
+        self.num_candidates[row] = _num_candidates(params, len(ends))
         self.bias_ids[row] = np.asarray([token_id for token_id, _ in params.logit_bias], np.int64)
         self.biases[row] = np.asarray([bias for _, bias in params.logit_bias], np.float32)
         allowed = params.allowed_token_ids
@@ -89,3 +91,14 @@ class RowSampling:
             if not isinstance(values, int):
                 values[child] = values[parent]
         self.sequence_index[child] = sequence_index
+
+
+def _num_candidates(params: SamplingParams, num_ends: int) -> int:
+    """Most likely tokens among which are the best ``width``, and the best ``width`` that do not end.
+
+    A stop string can end any of them; so there are as many again, and if all of those end too the
+    search goes on with fewer beams.
+    """
+    if not params.use_beam_search:
+        return 0
+    return params.num_sequences * (2 if params.stop else 1) + num_ends
