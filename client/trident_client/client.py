@@ -292,7 +292,9 @@ class Client:
         >>> client.tokenize("Hi")
         [72, 105]
         """
-        return _request.token_ids_of(self.control({"op": "tokenize", "text": text}, timeout=timeout))
+        return _request.token_ids_of(
+            self.control({"op": "tokenize", "text": text}, timeout=timeout)
+        )
 
     def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of `token_ids`.
