@@ -128,7 +128,7 @@ def _array_rest(writer: CallWriter) -> Syntax:
         char = yield from _space((yield))
         if char == ",":
             char = yield from _space((yield))
-    if char not in ("]", ""):
+    if char not in ("]", "") or not writer.pieces:
         raise NotACall
     return ""
 
@@ -144,7 +144,7 @@ def pythonic(writer: CallWriter) -> Syntax:
         if char == "]":  # after a last comma
             break
         char = yield from _python_call(char, writer)
-    if char not in ("]", ""):
+    if char not in ("]", "") or not writer.pieces:
         raise NotACall
     return (yield from _closing_mark(_PYTHON_END))
 
