@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import FakeServer, Request, hello, message
 from tests.openai.running import RunningGateway
 from tests.openai.scripts import failing, saying
 
@@ -112,6 +113,60 @@ def test_logprobs_of_the_chosen_token_alone(server: FakeServer, client: OpenAI) 
     assert answer.choices[0].logprobs.top_logprobs is None
 
 
+def scored(request: Request) -> Iterator[Any]:
+    """The prompt "Hi" has two tokens here, of which the second is scored."""
+    if "control" in request.inputs:
+        yield from hello(request)
+        return
+    assert request.sampling["prompt_logprobs"] == 1
+    entry = {"logprob": -2.0, "rank": 3, "decoded_token": "i"}
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "o"}
+    new = {"7": {"logprob": -1.0, "rank": 1, "decoded_token": " x"}}
+    yield message(
+        text_output=[" x"], finish_reason=["length"], num_input_tokens=[2], num_output_tokens=[1],
+        prompt_logprobs=[json.dumps([None, {"105": entry, "111": best}])],
+        logprobs=[json.dumps([new])] if "return_logprobs" in request.inputs else ["null"],
+        final=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [72, 105]])
+def test_an_echo_with_logprobs_scores_the_prompt(
+    server: FakeServer, client: OpenAI, prompt: Any
+) -> None:
+    server.script = scored
+    answer = client.completions.create(model="llm", prompt=prompt, echo=True, logprobs=1)
+    (choice,) = answer.choices
+    assert choice.text == "Hi x"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["H", "i", " x"]
+    assert choice.logprobs.token_logprobs == [None, -2.0, -1.0]
+    assert choice.logprobs.text_offset == [0, 1, 2]
+    assert choice.logprobs.top_logprobs == [None, {"i": -2.0, "o": -0.5}, {" x": -1.0}]
+
+
+def test_a_prompt_may_be_scored_alone(server: FakeServer, client: OpenAI) -> None:
+    server.script = scored
+    answer = client.completions.create(
+        model="llm", prompt="Hi", echo=True, logprobs=1, max_tokens=0
+    )
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == ("Hi", "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["H", "i"]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 0)
+    assert server.requests[-1].sampling["max_tokens"] == 1
+
+
+def test_prompt_logprobs_by_themselves(server: FakeServer, gateway: RunningGateway) -> None:
+    server.script = scored
+    answer = gateway.post("/v1/completions", {"prompt": "Hi", "prompt_logprobs": 1}).json()
+    first, second = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second["105"] == {"logprob": -2.0, "rank": 3, "decoded_token": "i"}
+
+
 EXTRAS = {
     "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
     "stop_token_ids": [7], "include_stop_str_in_output": True, "skip_special_tokens": False,
@@ -174,7 +229,10 @@ def test_a_cache_salt_is_passed_on(server: FakeServer, gateway: RunningGateway) 
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"stream": True, "best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
         ({"return_token_ids": True, "n": 2}, "return_token_ids"),
         ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
     ],

@@ -18,6 +18,7 @@ from trident_client.openai.gateway import Gateway, Job
 from trident_client.openai.http import read_json
 from trident_client.openai.output.parser import OutputForm, OutputParser
 from trident_client.openai.output.pieces import Arguments, CallStart, Piece, Reasoning, Text, joined
+from trident_client.openai.prompt_scores import listed
 from trident_client.openai.sse import event
 from trident_client.openai.usage import chat_logprobs, finish_reason, usage
 
@@ -71,7 +72,10 @@ def _whole(job: Job, body: ChatRequest, form: OutputForm, result: Result) -> dic
         if body.return_token_ids:
             made["token_ids"] = list(choice.token_ids or ())
         choices.append(made)
-    return {**job.head("chat.completion"), "choices": choices, "usage": usage([result])}
+    answer = {**job.head("chat.completion"), "choices": choices, "usage": usage([result])}
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = listed(result)
+    return answer
 
 
 def _message(pieces: Iterable[Piece]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
 
     def check(self) -> None:
         """Raises `ApiError` for what contradicts itself."""
@@ -56,6 +57,8 @@ class ChatRequest(Generation):
             raise bad_request("top_logprobs", "needs logprobs to be true")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "may be given only with stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs", "is not given in a stream")
         if self.return_token_ids and (self.n or 1) > 1:
             raise bad_request("return_token_ids", "may be given only with n of 1")
         if self.stream and (self.best_of or 1) > (self.n or 1):
@@ -106,6 +109,7 @@ class ChatRequest(Generation):
             # The server takes the word for "to the end of the context"; None would be left out.
             "max_tokens": "null" if limit is None else limit,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "prompt_logprobs": self.prompt_logprobs,
             "tools": use.tools or None,
             "chat_template_kwargs": template or None,
             "add_generation_prompt": self.add_generation_prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,11 +11,12 @@ from pydantic import Field, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trident_client import AsyncClient, Delta, Result, TridentError
+from trident_client import AsyncClient, Choice, Delta, Result, TridentError
 from trident_client.openai.errors import ApiError, bad_request
 from trident_client.openai.fields import MAX_CHOICES, Generation, StreamOptions, parse_body
 from trident_client.openai.gateway import Gateway, Job
 from trident_client.openai.http import read_json
+from trident_client.openai.prompt_scores import echoed_logprobs, first_pieces, listed
 from trident_client.openai.sse import event
 from trident_client.openai.usage import completion_logprobs, finish_reason, usage
 
@@ -61,11 +63,11 @@ class CompletionRequest(Generation):
             raise bad_request("n", f"times the number of prompts must be at most {MAX_CHOICES}")
         if self.suffix:
             raise bad_request("suffix", "is not supported; leave it out", "unsupported_parameter")
-        if self.prompt_logprobs is not None or (self.echo and self.logprobs is not None):
+        if self.stream and (self.prompt_logprobs is not None or self.scores_echo):
             name = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
-            raise bad_request(
-                name, "log-probabilities of the prompt are not supported", "unsupported_parameter"
-            )
+            raise bad_request(name, "log-probabilities of the prompt are not given in a stream")
+        if self.max_tokens == 0 and not (self.echo and not self.stream):
+            raise bad_request("max_tokens", "may be 0 only with echo, and not in a stream")
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "may be given only with stream")
         if self.return_token_ids and (self.n or 1) > 1:
@@ -73,13 +75,20 @@ class CompletionRequest(Generation):
         if self.stream and (self.best_of or 1) > (self.n or 1):
             raise bad_request("best_of", "must be n in a stream: the best are known at the end")
 
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the echoed prompt has log-probabilities too."""
+        return bool(self.echo) and self.logprobs is not None
+
     def sampling(self) -> dict[str, Any]:
         """What goes to the server."""
         return {
             **self.given(),
-            # The server takes the word for "to the end of the context"; None would be left out.
-            "max_tokens": "null" if self.max_tokens is None else self.max_tokens,
+            # The server takes the word for "to the end of the context"; None would be left out. It
+            # makes one token at least, which is dropped where none was asked for.
+            "max_tokens": "null" if self.max_tokens is None else self.max_tokens or 1,
             "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.scores_echo else self.prompt_logprobs,
         }
 
 
@@ -98,11 +107,13 @@ async def completions(gateway: Gateway, request: Request) -> Response:
     job = gateway.job(request, body, "cmpl")
     prompts = body.prompts()
     options = {**body.sampling(), **job.options(body.cache_salt)}
+    nothing = [""] * len(prompts)
     try:
-        echoes = await _echoes(job.client, prompts) if body.echo else [""] * len(prompts)
+        echoes = await _echoes(job.client, prompts) if body.echo else nothing
+        firsts = await first_pieces(job.client, prompts) if body.scores_echo else nothing
     except TridentError as error:
         raise job.translate(error) from None
-    maker = _Maker(job, body, echoes)
+    maker = _Maker(job, body, echoes, firsts)
     if body.stream:
         streams = [job.client.stream(prompt, **options) for prompt in prompts]
         return await gateway.stream(request, job, streams, maker)
@@ -117,13 +128,23 @@ async def _echoes(client: AsyncClient, prompts: Sequence[Prompt]) -> list[str]:
     return list(await asyncio.gather(*map(text, prompts)))
 
 
+def _without_output(result: Result) -> Result:
+    """What scores the prompt alone."""
+    choices = tuple(Choice("", choice.index, "length") for choice in result.choices)
+    counts = dataclasses.replace(result.usage, completion_tokens=0)
+    return dataclasses.replace(result, choices=choices, usage=counts)
+
+
 class _Maker:
     """The answer, whole or in events. Choices are numbered through all prompts."""
 
-    def __init__(self, job: Job, body: CompletionRequest, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, job: Job, body: CompletionRequest, echoes: Sequence[str], firsts: Sequence[str]
+    ) -> None:
         self._job = job
         self._body = body
         self._echoes = echoes
+        self._firsts = firsts  # the text of each prompt's first token, where that is needed
         self._n = body.n or 1
         self._offsets: dict[int, int] = {}  # in the text, by choice: where the next token stands
         self._unfinished = set(range(self._n * len(echoes)))
@@ -132,15 +153,32 @@ class _Maker:
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
-        choices = []
-        for prompt, result in enumerate(results):
-            for choice in result.choices:
-                text = self._echoes[prompt] + choice.text
-                made = self._choice(prompt, choice.index, text, choice.logprobs, choice.token_ids)
-                made["finish_reason"] = finish_reason(choice.finish_reason)
-                made["stop_reason"] = choice.stop_reason
-                choices.append(made)
+        if self._body.max_tokens == 0:
+            results = [_without_output(result) for result in results]
+        choices = [
+            self._whole_choice(prompt, result, choice)
+            for prompt, result in enumerate(results)
+            for choice in result.choices
+        ]
         return {**self._job.head("text_completion"), "choices": choices, "usage": usage(results)}
+
+    def _whole_choice(self, prompt: int, result: Result, choice: Choice) -> dict[str, Any]:
+        echo = self._echoes[prompt]
+        logprobs = None if self._body.scores_echo else choice.logprobs
+        made = self._choice(prompt, choice.index, echo + choice.text, logprobs, choice.token_ids)
+        made["finish_reason"] = finish_reason(choice.finish_reason)
+        made["stop_reason"] = choice.stop_reason
+        if self._body.scores_echo:
+            made["logprobs"] = echoed_logprobs(
+                result,
+                choice.logprobs,
+                first=self._firsts[prompt],
+                echo=echo,
+                num_top=self._body.logprobs or 0,
+            )
+        if self._body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = listed(result)
+        return made
 
     def first(self) -> bytes:
         """The prompts, if they are to be echoed."""

@@ -8,7 +8,7 @@ from typing import Any
 from trident_client import Logprob, Result
 from trident_client.openai.errors import ApiError
 
-__all__ = ["chat_logprobs", "completion_logprobs", "finish_reason", "usage"]
+__all__ = ["chat_logprobs", "completion_logprobs", "finish_reason", "finite", "usage"]
 
 _FLOOR = -9999.0
 Logprobs = Sequence[Sequence[Logprob]]
@@ -56,10 +56,9 @@ def completion_logprobs(logprobs: Logprobs, num_top: int, offset: int) -> dict[s
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(token[0].logprob) for token in logprobs],
+        "token_logprobs": [finite(token[0].logprob) for token in logprobs],
         "top_logprobs": [
-            {each.decoded_token or "": _finite(each.logprob) for each in token}
-            for token in logprobs
+            {each.decoded_token or "": finite(each.logprob) for each in token} for token in logprobs
         ]
         if num_top
         else None,
@@ -80,11 +79,11 @@ def _candidate(candidate: Logprob) -> dict[str, Any]:
     known = "\N{REPLACEMENT CHARACTER}" not in text
     return {
         "token": text,
-        "logprob": _finite(candidate.logprob),
+        "logprob": finite(candidate.logprob),
         "bytes": list(text.encode()) if known else None,
     }
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinity."""
     return max(logprob, _FLOOR)
