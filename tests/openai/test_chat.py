@@ -216,6 +216,17 @@ def test_a_tool_call(server: FakeServer, client: OpenAI, stream: bool) -> None:
     assert server.requests[0].sampling["skip_special_tokens"] is False
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_character_in_a_call_stays_json(
+    server: FakeServer, gateway: RunningGateway, stream: bool
+) -> None:
+    server.script = saying('<tool_call>{"name": "a\\ud83d", "arguments": {}}</tool_call>')
+    body = {"messages": USER, "tools": [WEATHER], "stream": stream}
+    answer = gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 200
+    assert '"name":"a\\ud83d"' in answer.text
+
+
 def test_tools_that_must_not_be_called_are_neither_shown_nor_looked_for(
     server: FakeServer, client: OpenAI
 ) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trident_client.openai.errors import RETRY_AFTER, ApiError
+from trident_client.openai.http import JSONAnswer
 from trident_client.openai.metrics import GatewayMetrics
 
 __all__ = ["Access", "Keys", "error_response"]
@@ -71,9 +71,9 @@ class Keys:
         return digest.hex() if any(found) and scheme.lower() == "bearer" else None
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError) -> JSONAnswer:
     """The response that tells of an error."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONAnswer(error.body(), error.status, error.headers)
 
 
 class Access:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from trident_client import TridentError
@@ -20,7 +20,7 @@ from trident_client.openai.chat import chat_completions
 from trident_client.openai.completions import completions
 from trident_client.openai.errors import ApiError, from_trident
 from trident_client.openai.gateway import Gateway
-from trident_client.openai.http import ClientGone
+from trident_client.openai.http import ClientGone, JSONAnswer
 from trident_client.openai.metrics import GatewayMetrics
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 from trident_client.openai.tokenize import detokenize, tokenize
@@ -139,22 +139,22 @@ def _model_card(gateway: Gateway, name: str) -> dict[str, object]:
 
 async def _models(gateway: Gateway, request: Request) -> Response:
     cards = [_model_card(gateway, name) for name in gateway.clients]
-    return JSONResponse({"object": "list", "data": cards})
+    return JSONAnswer({"object": "list", "data": cards})
 
 
 async def _model(gateway: Gateway, request: Request) -> Response:
     name, _ = gateway.client(request.path_params["model"])
-    return JSONResponse(_model_card(gateway, name))
+    return JSONAnswer(_model_card(gateway, name))
 
 
 async def _health(gateway: Gateway, request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return JSONAnswer({"status": "ok"})
 
 
 async def _ready(gateway: Gateway, request: Request) -> Response:
     """Ready when every model takes requests and its engine answers."""
     ready = {name: await _is_ready(gateway, name) for name in gateway.clients}
-    return JSONResponse({"models": ready}, 200 if all(ready.values()) else 503)
+    return JSONAnswer({"models": ready}, 200 if all(ready.values()) else 503)
 
 
 async def _is_ready(gateway: Gateway, name: str) -> bool:
@@ -171,7 +171,7 @@ async def _is_ready(gateway: Gateway, name: str) -> bool:
 
 
 async def _version(gateway: Gateway, request: Request) -> Response:
-    return JSONResponse({"version": importlib.metadata.version("trident-client")})
+    return JSONAnswer({"version": importlib.metadata.version("trident-client")})
 
 
 async def _embeddings(gateway: Gateway, request: Request) -> Response:

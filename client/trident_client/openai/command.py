@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         "lifespan": "on",
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": int(settings.shutdown_timeout),
+        "http": "h11",  # the one of uvicorn's whose headers are bounded
         "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
     }
     print(f"listening on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from trident_client import AsyncClient, AsyncStream, TridentError
 from trident_client.openai.errors import ApiError, bad_request, from_trident, unknown_model
 from trident_client.openai.fields import Body
-from trident_client.openai.http import until_gone
+from trident_client.openai.http import JSONAnswer, until_gone
 from trident_client.openai.pump import Pump
 from trident_client.openai.settings import GatewaySettings
 from trident_client.openai.sse import EventMaker, EventStream
@@ -103,7 +103,7 @@ class Gateway:
     ) -> Response:
         """The whole answer, once `work` is done."""
         try:
-            return JSONResponse(shape(await until_gone(request, work)))
+            return JSONAnswer(shape(await until_gone(request, work)))
         except TridentError as error:
             raise job.translate(error) from None
 

@@ -11,11 +11,12 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import Receive
 
 from trident_client.openai.errors import ApiError, bad_request
 
-__all__ = ["ClientGone", "disconnected", "read_json", "until_gone"]
+__all__ = ["ClientGone", "JSONAnswer", "disconnected", "json_bytes", "read_json", "until_gone"]
 
 _T = TypeVar("_T")
 _MAX_DEPTH = 64
@@ -23,6 +24,19 @@ _MAX_DEPTH = 64
 
 class ClientGone(Exception):
     """The caller has left; nobody reads an answer."""
+
+
+def json_bytes(content: Any) -> bytes:
+    """`content` as compact JSON. A lone half of a character has no UTF-8 form and stays escaped."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
+
+
+class JSONAnswer(JSONResponse):
+    """A response in JSON, whatever a model has written."""
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
 
 
 def _refuse_constant(text: str) -> Any:

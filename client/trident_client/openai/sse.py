@@ -8,7 +8,6 @@ the caller has left, or does not read, the request is cancelled on the model ser
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from trident_client import Delta, Result, TridentError
 from trident_client.openai.errors import ApiError
-from trident_client.openai.http import disconnected
+from trident_client.openai.http import disconnected, json_bytes
 from trident_client.openai.pump import Pump, SlowReader
 
 __all__ = ["EventMaker", "EventStream", "event"]
@@ -28,10 +27,8 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 def event(content: Any, name: str | None = None) -> bytes:
     """One event; `content` becomes JSON."""
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    head = "" if name is None else f"event: {name}\n"
-    # A lone half of a character has no UTF-8 form, so it stays escaped.
-    return f"{head}data: {data}\n\n".encode(errors="backslashreplace")
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json_bytes(content) + b"\n\n"
 
 
 class EventMaker(Protocol):
