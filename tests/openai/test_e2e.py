@@ -185,6 +185,18 @@ def test_tokens_and_metrics(served: Served, client: OpenAI) -> None:
     assert "vllm:num_requests_running" in metrics
 
 
+def test_the_responses_api(client: OpenAI) -> None:
+    answer = client.responses.create(
+        model="llm", input=USER[0]["content"], temperature=0, max_output_tokens=8
+    )
+    with client.responses.stream(
+        model="llm", input=USER[0]["content"], temperature=0, max_output_tokens=8
+    ) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == answer.output_text != ""
+    assert answer.status == "incomplete"
+
+
 class City(BaseModel):
     city: str
     inhabitants: int

@@ -22,6 +22,7 @@ from trident_client.openai.errors import ApiError, from_trident
 from trident_client.openai.gateway import Gateway
 from trident_client.openai.http import ClientGone, JSONAnswer
 from trident_client.openai.metrics import GatewayMetrics
+from trident_client.openai.responses import responses
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 from trident_client.openai.tokenize import detokenize, tokenize
 
@@ -72,6 +73,7 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
     posts: dict[str, Endpoint] = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
+        "/v1/responses": responses,
         "/v1/embeddings": _embeddings,
         "/tokenize": tokenize,
         "/detokenize": detokenize,

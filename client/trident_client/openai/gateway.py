@@ -38,9 +38,9 @@ class Job:
     renames: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self, object: str) -> dict[str, Any]:
+    def head(self, object: str, *, created: str = "created") -> dict[str, Any]:
         """The fields that every answer and every chunk begins with."""
-        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": object, created: self.created, "model": self.model}
 
     def options(self, cache_salt: str | None) -> dict[str, Any]:
         """The salt for the server: the caller's own within the one of its key."""
