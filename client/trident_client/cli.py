@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", action="append", help="a model to serve, any number of times (default: llm)"
     )
     openai_command.add_arguments(command)
-    command.set_defaults(run=openai_command.run)
+    command.set_defaults(run=_openai)
     return parser
 
 
@@ -236,6 +236,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(report(outcome))
     print(json.dumps(outcome))
     return 1 if outcome["errors"] else 0
+
+
+def _openai(arguments: argparse.Namespace) -> int:
+    return openai_command.run(arguments)
 
 
 if __name__ == "__main__":

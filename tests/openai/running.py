@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from tests.cli.command import wait_for
 from trident_client.openai.app import create_app
+from trident_client.openai.command import server_options
 from trident_client.openai.settings import GatewaySettings
 
 
@@ -24,9 +25,7 @@ class RunningGateway:
         self.settings = GatewaySettings(url=url, **settings)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(
-            create_app(self.settings), lifespan="on", log_level="error", timeout_graceful_shutdown=5
-        )
+        config = uvicorn.Config(create_app(self.settings), **server_options(self.settings))
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run)
 

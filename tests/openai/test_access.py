@@ -125,6 +125,11 @@ def test_bodies_that_are_no_request(
     assert server.requests == []
 
 
+def test_a_header_without_end_is_refused(server: FakeServer, gateway: RunningGateway) -> None:
+    with gateway.connect("/v1/completions", b"{}", headers=f"X: {'x' * 20_000}\r\n") as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+
+
 def test_a_body_must_be_called_json(server: FakeServer, gateway: RunningGateway) -> None:
     headers = {"content-type": "text/plain"}
     assert gateway.post("/v1/completions", b"{}", headers=headers).status_code == 415

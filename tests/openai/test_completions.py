@@ -228,6 +228,10 @@ def test_a_cache_salt_is_passed_on(server: FakeServer, gateway: RunningGateway) 
         ({"frequency_penality": 1}, "frequency_penality"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
         ({"stream": True, "best_of": 3}, "best_of"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -194,12 +194,12 @@ def test_the_responses_api(client: OpenAI) -> None:
     ) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(texts) == answer.output_text != ""
-    assert answer.status == "incomplete"
+    assert answer.status in ("incomplete", "completed")
 
 
 class City(BaseModel):
-    city: str
-    inhabitants: int
+    city: Literal["Paris", "Rome"]
+    is_capital: bool
 
 
 def _skip_without_grammars(error: openai.BadRequestError) -> None:

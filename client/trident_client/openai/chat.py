@@ -122,7 +122,7 @@ class _Events:
         self._job = job
         self._body = body
         self._choices = [_ChoiceState(form) for _ in range(body.n or 1)]
-        self._include_usage = (body.stream_options or StreamOptions()).include_usage
+        self._include_usage = bool((body.stream_options or StreamOptions()).include_usage)
 
     def first(self) -> bytes:
         """The role, of each choice."""

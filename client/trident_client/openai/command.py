@@ -17,7 +17,7 @@ from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 if TYPE_CHECKING:
     import uvicorn
 
-__all__ = ["add_arguments", "run", "settings_of"]
+__all__ = ["add_arguments", "run", "server_options", "settings_of"]
 
 _MAX_HEADER_BYTES = 16 * 1024
 
@@ -85,6 +85,20 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
     )
 
 
+def server_options(settings: GatewaySettings) -> dict[str, Any]:
+    """How uvicorn serves, wherever it listens."""
+    return {
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "lifespan": "on",
+        "timeout_keep_alive": 30,
+        "timeout_graceful_shutdown": int(settings.shutdown_timeout),
+        "http": "h11",  # the one of uvicorn's whose headers are bounded
+        "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
+    }
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; gives the exit status."""
     settings = settings_of(arguments)
@@ -104,18 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"trident-client: {error}", file=sys.stderr)
         return 1
-    options: dict[str, Any] = {
-        "host": settings.host,
-        "port": settings.port,
-        "log_level": "warning",
-        "access_log": False,
-        "server_header": False,
-        "lifespan": "on",
-        "timeout_keep_alive": 30,
-        "timeout_graceful_shutdown": int(settings.shutdown_timeout),
-        "http": "h11",  # the one of uvicorn's whose headers are bounded
-        "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
-    }
+    options = {**server_options(settings), "host": settings.host, "port": settings.port}
     print(f"listening on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
     if settings.workers > 1:
         os.environ[ENVIRONMENT] = settings.to_json()

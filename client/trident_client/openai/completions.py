@@ -148,8 +148,7 @@ class _Maker:
         self._n = body.n or 1
         self._offsets: dict[int, int] = {}  # in the text, by choice: where the next token stands
         self._unfinished = set(range(self._n * len(echoes)))
-        options = body.stream_options or StreamOptions()
-        self._include_usage = options.include_usage
+        self._include_usage = bool((body.stream_options or StreamOptions()).include_usage)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
