@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
+import http.client
+import json
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.command import free_ports, wait_for
+from tests.client.fake_server import WAIT, FakeServer, Request, message
 from trident_llm.cli import gateway_process
 from trident_llm.cli.errors import CommandError
 from trident_llm.cli.gateway_process import GatewayProcess, check_gateway, gateway_command
@@ -51,10 +56,50 @@ def test_it_ends_with_its_standard_input(tmp_path: Path) -> None:
     assert "listening on" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_in_flight_is_finished_first(tmp_path: Path, workers: int) -> None:
+    proceed = threading.Event()
+
+    def script(request: Request) -> Iterator[Any]:
+        yield message(text_output=["first"], finish_reason=["None"])
+        assert proceed.wait(WAIT)
+        yield message(text_output=["last"], finish_reason=["stop"], final=True)
+
+    server = FakeServer()
+    server.script = script
+    (port,) = free_ports(1)
+    grpc_port = server.url.rpartition(":")[2]
+    process = GatewayProcess(
+        options(
+            f"--openai-port={port}", f"--grpc-port={grpc_port}",
+            f"--openai-args=--workers {workers}",
+        ),
+        tmp_path / "log",
+    )  # fmt: skip
+    try:
+        wait_for(lambda: gateway_is_up(port) or process.exit_status is not None, "it answers")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+        body = json.dumps({"prompt": "Hi", "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert b"first" in response.readline()
+        process.begin_stop()
+        wait_for(lambda: not gateway_is_up(port), "it takes no more requests")
+        proceed.set()
+        rest = response.read()
+        assert b"last" in rest
+        assert b"[DONE]" in rest
+        connection.close()
+    finally:
+        proceed.set()
+        process.stop()
+        server.stop()
+    assert process.exit_status == 0
+
+
 def test_one_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_process, "_KILL_SECONDS", 0.1)
     monkeypatch.setattr(gateway_process, "gateway_command", lambda _: ["sleep", "600"])
     process = GatewayProcess(options("--openai-port=9000"), tmp_path / "log")
     process.stop()
     assert process.exit_status == -signal.SIGKILL
-    assert os.path.exists(tmp_path / "log")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +67,12 @@ class GatewayProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
-    def stop(self, patience: float = 0.0) -> None:
-        """End it, after `patience` seconds by force."""
+    def stop(self) -> None:
+        """End it, after a few seconds by force."""
         self.begin_stop()
         try:
-            self._process.wait(patience + _KILL_SECONDS)
+            self._process.wait(_KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # its workers are of its group
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -50,6 +50,7 @@ class ChatRequest(Generation):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
 
     def check(self) -> None:
         """Raises `ApiError` for what contradicts itself."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
-
-if TYPE_CHECKING:
-    import uvicorn
 
 __all__ = ["add_arguments", "run", "server_options", "settings_of"]
 
@@ -121,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {**server_options(settings), "host": settings.host, "port": settings.port}
     print(f"listening on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
     if settings.workers > 1:
+        _at_eof(settings, lambda: os.kill(os.getpid(), signal.SIGTERM))
         os.environ[ENVIRONMENT] = settings.to_json()
         uvicorn.run(
             "trident_client.openai.app:from_environment",
@@ -128,14 +128,22 @@ def run(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
         return 0
     server = uvicorn.Server(uvicorn.Config(app, **options))
-    if settings.stop_at_eof:
-        threading.Thread(target=_stop_at_eof, args=(server,), daemon=True).start()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    _at_eof(settings, stop)
     asyncio.run(server.serve())
     return 0 if server.started else 1
 
 
-def _stop_at_eof(server: uvicorn.Server) -> None:
-    """Ends the server once nobody holds the other end of its standard input."""
-    while os.read(0, 4096):
-        pass
-    server.should_exit = True
+def _at_eof(settings: GatewaySettings, stop: Callable[[], None]) -> None:
+    """Calls `stop` once nobody holds the other end of standard input, if that is wanted."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        stop()
+
+    if settings.stop_at_eof:
+        threading.Thread(target=wait, daemon=True).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator
 from starlette.requests import Request
@@ -38,6 +38,7 @@ class CompletionRequest(Generation):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    add_special_tokens: Literal[True] | None = None
 
     @field_validator("prompt")
     @classmethod

@@ -51,7 +51,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
-    "add_special_tokens": (True,),
 }
 # Labels of the caller's own, which ask nothing of us.
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id")

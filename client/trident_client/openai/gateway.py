@@ -18,7 +18,7 @@ from trident_client import AsyncClient, AsyncStream, TridentError
 from trident_client.openai.errors import ApiError, bad_request, from_trident, unknown_model
 from trident_client.openai.fields import Body
 from trident_client.openai.http import JSONAnswer, until_gone
-from trident_client.openai.pump import Pump
+from trident_client.openai.pump import AT_ONCE, Pump
 from trident_client.openai.settings import GatewaySettings
 from trident_client.openai.sse import EventMaker, EventStream
 
@@ -67,6 +67,7 @@ class Gateway:
                 ssl=settings.ssl(),
                 headers=dict(settings.headers),
                 retries=0,
+                concurrency=AT_ONCE,
             )
             for model in settings.models
         }

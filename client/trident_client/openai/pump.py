@@ -14,9 +14,11 @@ from typing import Any
 
 from trident_client import AsyncStream, Delta, Result, TridentError
 
-__all__ = ["Pump", "SlowReader", "merge"]
+__all__ = ["AT_ONCE", "Pump", "SlowReader", "merge"]
 
-_AT_ONCE = 16  # prompts of one request under way at the same time
+AT_ONCE = 16
+"""Prompts of one request under way at the same time."""
+
 _LOGPROB_BYTES = 150
 
 
@@ -56,7 +58,7 @@ class Pump:
     def __init__(self, streams: Sequence[AsyncStream], *, max_unread_bytes: int) -> None:
         self._streams = streams
         self._max_unread_bytes = max_unread_bytes
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = asyncio.Semaphore(AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []
         self._unread: dict[tuple[int, int], Delta] = {}
         self._unread_bytes = 0
