@@ -23,7 +23,9 @@ class RunningGateway:
 
     def __init__(self, url: str, **settings: Any) -> None:
         self.settings = GatewaySettings(url=url, **settings)
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        # With its protocol named, as the command has it, small packets leave at once.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(create_app(self.settings), **server_options(self.settings))
         self._server = uvicorn.Server(config)

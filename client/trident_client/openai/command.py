@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -120,13 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {**server_options(settings), "host": settings.host, "port": settings.port}
     print(f"listening on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
     if settings.workers > 1:
-        _at_eof(settings, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        os.environ[ENVIRONMENT] = settings.to_json()
-        uvicorn.run(
-            "trident_client.openai.app:from_environment",
-            factory=True, workers=settings.workers, **options,
-        )  # fmt: skip
-        return 0
+        return _run_workers(settings, options)
     server = uvicorn.Server(uvicorn.Config(app, **options))
 
     def stop() -> None:
@@ -135,6 +130,26 @@ def run(arguments: argparse.Namespace) -> int:
     _at_eof(settings, stop)
     asyncio.run(server.serve())
     return 0 if server.started else 1
+
+
+def _run_workers(settings: GatewaySettings, options: dict[str, Any]) -> int:
+    import uvicorn
+    from uvicorn.supervisors import Multiprocess
+
+    os.environ[ENVIRONMENT] = settings.to_json()
+    _at_eof(settings, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    config = uvicorn.Config(
+        "trident_client.openai.app:from_environment",
+        factory=True,
+        workers=settings.workers,
+        **options,
+    )
+    bound = config.bind_socket()
+    # asyncio lets small packets leave at once only on sockets that say what protocol they have. Else
+    # each answer would wait some 40 ms for the caller's acknowledgement of its beginning.
+    listening = socket.socket(bound.family, bound.type, socket.IPPROTO_TCP, fileno=bound.detach())
+    Multiprocess(config, sockets=[listening]).run()
+    return 0
 
 
 def _at_eof(settings: GatewaySettings, stop: Callable[[], None]) -> None:
