@@ -44,7 +44,7 @@ help:
 
 # exec: the command takes the place of the shell, so that Ctrl-C and make's own signals reach it.
 serve: $(VENV)/.kernels
-	@exec $(BIN)/trident serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@exec $(BIN)/trident serve --openai-port 9000 $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 # Threads that wait sleep soon: tests run beside servers on the same cores, where spinning costs most.
 test: check
@@ -84,7 +84,7 @@ $(VENV)/.installed: $(VENV)/.python $(PROJECTS)
 	@echo 'installing into $(VENV): torch, Trident$(if $(SERVER), and a Triton server); this is done once'
 	$(call phase,install,set -e; \
 	  $(PIP) $(TORCH) $(NUMPY); \
-	  $(PIP) -e . -e ./client $(NUMPY); \
+	  $(PIP) -e . -e './client[openai]' $(NUMPY); \
 	  $(if $(SERVER),$(PIP) --no-deps $(SERVER)))
 	@touch $@
 

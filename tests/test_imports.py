@@ -31,6 +31,7 @@ ALLOWED = {
     },
     "kernels/trident_kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "client/trident_client": {"tritonclient", "grpc", "numpy", "google.protobuf"},
+    "client/trident_client/openai": {"trident_client", "fastapi", "starlette", "pydantic", "uvicorn"},
 }  # fmt: skip
 
 # Modules that a process loads before it knows whether it needs torch.
@@ -67,7 +68,12 @@ def is_standard(module: str) -> bool:
 @pytest.mark.parametrize("room", ALLOWED)
 def test_a_room_imports_only_what_it_may(room: str) -> None:
     own = room.split("/", 1)[1].replace("/", ".")
-    files = sorted((ROOT / room).rglob("*.py"))
+    rooms_inside = [ROOT / other for other in ALLOWED if other.startswith(room + "/")]
+    files = [
+        path
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if not any(path.is_relative_to(inside) for inside in rooms_inside)
+    ]
     assert files
     for path in files:
         for module in imports(path, top_level=False):
@@ -75,6 +81,21 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
             allowed = is_standard(module) or module == own.split(".")[0]
             allowed = allowed or is_in(module, {own, *ALLOWED[room]})
             assert allowed, f"{path.relative_to(ROOT)} must not import {module}"
+
+
+def test_the_gateway_uses_only_what_the_client_package_offers() -> None:
+    for path in (ROOT / "client/trident_client/openai").rglob("*.py"):
+        for module in imports(path, top_level=False):
+            if is_in(module, {"trident_client"}):
+                assert module == "trident_client" or is_in(module, {"trident_client.openai"}), path
+
+
+def test_the_gateway_needs_its_extra_only_when_it_runs() -> None:
+    """The command's options, which every `trident-client` has, load nothing of it."""
+    for name in ("command", "settings"):
+        path = ROOT / f"client/trident_client/openai/{name}.py"
+        extra = {"fastapi", "starlette", "pydantic", "uvicorn"}
+        assert not {module.split(".")[0] for module in imports(path, top_level=True)} & extra
 
 
 def test_the_model_repository_names_serving_and_nothing_else() -> None:

@@ -305,16 +305,23 @@ class AsyncClient:
     async def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
         """The token ids of `text`, as the server would make them of a prompt."""
         operation = {"op": "tokenize", "text": text}
-        return _request.token_ids_of(await self._control(operation, timeout))
+        return _request.token_ids_of(await self.control(operation, timeout=timeout))
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of `token_ids`."""
         operation = {"op": "detokenize", "token_ids": token_ids}
-        return _request.text_of(await self._control(operation, timeout))
+        return _request.text_of(await self.control(operation, timeout=timeout))
+
+    async def control(
+        self, operation: Mapping[str, object], *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Any `control` operation, such as ``{"op": "tokenize", "text": "Hi"}``, and its answer."""
+        call = AsyncCall(self._connection, _request.control(operation), timeout)
+        return _request.control_reply(await last_response(call))
 
     async def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
         """A snapshot of the engine: its blocks, rows and queue, as the server reports them."""
-        return await self._control({"op": "stats"}, timeout)
+        return await self.control({"op": "stats"}, timeout=timeout)
 
     async def is_live(self, *, timeout: float | None = 5.0) -> bool:
         """Whether the server answers at all."""
@@ -327,9 +334,3 @@ class AsyncClient:
     async def metadata(self, *, timeout: float | None = None) -> ModelInfo:
         """The model as the server has it now; calls use what was last read."""
         return await self._connection.refresh_model(timeout)
-
-    async def _control(
-        self, operation: Mapping[str, object], timeout: float | None
-    ) -> dict[str, Any]:
-        call = AsyncCall(self._connection, _request.control(operation), timeout)
-        return _request.control_reply(await last_response(call))

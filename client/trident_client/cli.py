@@ -1,4 +1,4 @@
-"""The command `trident-client`: complete, chat, health, bench.
+"""The command `trident-client`: complete, chat, health, bench, openai.
 
 Owns the arguments, the terminal and the exit status; all else is the client's. Invariants: what the
 model writes goes to stdout and nothing else does, save bench's report; Ctrl-C cancels the request
@@ -20,6 +20,7 @@ from trident_client._channel import TLS
 from trident_client.bench import Workload, report, run
 from trident_client.client import Client, Stream
 from trident_client.errors import TridentError
+from trident_client.openai import command as openai_command
 
 __all__ = ["main"]
 
@@ -44,14 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    server = common.add_argument_group("server")
+    connection = argparse.ArgumentParser(add_help=False)
+    server = connection.add_argument_group("server")
     server.add_argument("--url", default="localhost:8001", help="host:port of the gRPC endpoint")
-    server.add_argument("--model", default="llm")
     server.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of a request")
     server.add_argument("--tls", action="store_true", help="connect with TLS")
     server.add_argument("--ca", metavar="FILE", help="root certificates in PEM form; implies --tls")
     server.add_argument("--header", action="append", default=[], type=_header, metavar="NAME:VALUE")
+    common = argparse.ArgumentParser(add_help=False, parents=[connection])
+    common.add_argument("--model", default="llm")
     sampling = argparse.ArgumentParser(add_help=False)
     group = sampling.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=256)
@@ -96,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--prompt-tokens", type=_count, default=128)
     command.add_argument("--output-tokens", type=_count, default=64)
     command.set_defaults(run=_bench)
+
+    command = commands.add_parser(
+        "openai", parents=[connection], help="serve OpenAI's HTTP API in front of the server"
+    )
+    command.add_argument(
+        "--model", action="append", help="a model to serve, any number of times (default: llm)"
+    )
+    openai_command.add_arguments(command)
+    command.set_defaults(run=_openai)
     return parser
 
 
@@ -225,6 +236,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(report(outcome))
     print(json.dumps(outcome))
     return 1 if outcome["errors"] else 0
+
+
+def _openai(arguments: argparse.Namespace) -> int:
+    return openai_command.run(arguments)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,9 @@ class Client:
         >>> client.tokenize("Hi")
         [72, 105]
         """
-        return _request.token_ids_of(self._control({"op": "tokenize", "text": text}, timeout))
+        return _request.token_ids_of(
+            self.control({"op": "tokenize", "text": text}, timeout=timeout)
+        )
 
     def detokenize(self, token_ids: Sequence[int], *, timeout: float | None = None) -> str:
         """The text of `token_ids`.
@@ -301,11 +303,19 @@ class Client:
         'Hi'
         """
         operation = {"op": "detokenize", "token_ids": token_ids}
-        return _request.text_of(self._control(operation, timeout))
+        return _request.text_of(self.control(operation, timeout=timeout))
+
+    def control(
+        self, operation: Mapping[str, object], *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Any `control` operation, such as ``{"op": "tokenize", "text": "Hi"}``, and its answer."""
+        return _request.control_reply(
+            last_response(Call(self._connection, _request.control(operation), timeout))
+        )
 
     def stats(self, *, timeout: float | None = None) -> dict[str, Any]:
         """A snapshot of the engine: its blocks, rows and queue, as the server reports them."""
-        return self._control({"op": "stats"}, timeout)
+        return self.control({"op": "stats"}, timeout=timeout)
 
     def is_live(self, *, timeout: float | None = 5.0) -> bool:
         """Whether the server answers at all."""
@@ -331,8 +341,3 @@ class Client:
         call = Call(self._connection, build, timeout)
         call.start()
         return Stream(call)
-
-    def _control(self, operation: Mapping[str, object], timeout: float | None) -> dict[str, Any]:
-        return _request.control_reply(
-            last_response(Call(self._connection, _request.control(operation), timeout))
-        )

@@ -101,8 +101,18 @@ def test_a_wrong_command_line_ends_with_status_2(
 
 
 def test_ports_must_differ() -> None:
-    with pytest.raises(CommandError, match="must differ"):
-        parse("--grpc-port", "8000")
+    for arguments in (["--grpc-port", "8000"], ["--openai-port", "8002"]):
+        with pytest.raises(CommandError, match="must differ"):
+            parse(*arguments)
+
+
+def test_a_gateway_only_if_asked_for() -> None:
+    assert parse().openai_port is None
+    options = parse("--openai-port=9000", "--openai-args=--api-key-file 'a b' --workers 2")
+    assert options.openai_port == 9000
+    assert options.openai_args == ("--api-key-file", "a b", "--workers", "2")
+    with pytest.raises(CommandError, match="needs --openai-port"):
+        parse("--openai-args=--workers 2")
 
 
 @pytest.mark.parametrize("option", ["--model=x", "--max-num-seqs=8", "--no-enable-prefix-caching"])

@@ -29,9 +29,18 @@ class Answer:
 
 def model_is_ready(port: int, model_name: str) -> bool:
     """Whether the server on ``port`` takes requests for the model."""
+    return _is_ok(port, f"/v2/models/{model_name}/ready")
+
+
+def gateway_is_up(port: int) -> bool:
+    """Whether the OpenAI-compatible gateway on ``port`` answers."""
+    return _is_ok(port, "/health")
+
+
+def _is_ok(port: int, path: str) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_READY_TIMEOUT_SECONDS)
     try:
-        connection.request("GET", f"/v2/models/{model_name}/ready")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

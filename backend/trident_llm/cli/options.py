@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class ServeOptions:
     http_port: int
     grpc_port: int
     metrics_port: int
+    openai_port: int | None  # None: no OpenAI-compatible gateway
+    openai_args: tuple[str, ...]  # further options of the gateway
     model_control_mode: Literal["none", "explicit"]
     model_repository: Path | None  # a repository to serve as it is
     tritonserver: Path | None
@@ -77,9 +80,13 @@ def serve_options(arguments: argparse.Namespace) -> ServeOptions:
         for field in dataclasses.fields(EngineConfig)
         if field.name != "model" and getattr(arguments, field.name) is not None
     }
-    ports = (arguments.http_port, arguments.grpc_port, arguments.metrics_port)
+    ports = [arguments.http_port, arguments.grpc_port, arguments.metrics_port]
+    if arguments.openai_port is not None:
+        ports.append(arguments.openai_port)
     if len(set(ports)) < len(ports):
-        raise CommandError("--http-port, --grpc-port and --metrics-port must differ")
+        raise CommandError("--http-port, --grpc-port, --metrics-port and --openai-port must differ")
+    if arguments.openai_args and arguments.openai_port is None:
+        raise CommandError("--openai-args needs --openai-port")
     given = [*(["model"] if arguments.model is not None else []), *settings]
     if arguments.model_repository is not None and given:
         options = ", ".join(_option(name) for name in given)
@@ -93,6 +100,8 @@ def serve_options(arguments: argparse.Namespace) -> ServeOptions:
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
+        openai_port=arguments.openai_port,
+        openai_args=tuple(shlex.split(arguments.openai_args)),
         model_control_mode=arguments.model_control_mode,
         model_repository=arguments.model_repository,
         tritonserver=arguments.tritonserver,
@@ -115,6 +124,14 @@ def _add_server_options(group: Any) -> None:
             f"--{name}-port", type=_port, default=port, metavar="N",
             help=f"port of the server's {label} endpoint (default: {port})",
         )  # fmt: skip
+    group.add_argument(
+        "--openai-port", type=_port, metavar="N",
+        help="serve OpenAI's HTTP API on this port too (default: no)",
+    )  # fmt: skip
+    group.add_argument(
+        "--openai-args", default="", metavar="ARGS",
+        help="further options of `trident-client openai`, as one text",
+    )  # fmt: skip
     group.add_argument(
         "--model-control-mode", choices=("none", "explicit"), default="none",
         help="explicit: clients may load and unload models, also models of their own, which is "

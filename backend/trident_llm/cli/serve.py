@@ -20,6 +20,7 @@ from pathlib import Path
 from trident_llm.cli import checks
 from trident_llm.cli.console import Console
 from trident_llm.cli.errors import CommandError
+from trident_llm.cli.gateway_process import check_gateway
 from trident_llm.cli.options import ServeOptions
 from trident_llm.cli.repository import check_repository, drain_seconds, write_repository
 from trident_llm.cli.server_process import ServerSettings
@@ -31,13 +32,15 @@ from trident_llm.cli.triton_server import find_tritonserver, prepare_server
 def serve(options: ServeOptions, console: Console, stop: StopSignals) -> int:
     """Serves until a signal arrives; returns the exit status. Raises :class:`CommandError`."""
     began = time.monotonic()
-    checks.check_ports(
-        {
-            "--http-port": options.http_port,
-            "--grpc-port": options.grpc_port,
-            "--metrics-port": options.metrics_port,
-        }
-    )
+    ports = {
+        "--http-port": options.http_port,
+        "--grpc-port": options.grpc_port,
+        "--metrics-port": options.metrics_port,
+    }
+    if options.openai_port is not None:
+        check_gateway()
+        ports["--openai-port"] = options.openai_port
+    checks.check_ports(ports)
     binary = find_tritonserver(options.tritonserver)
     checks.check_settings(options.engine_settings)
     run_directory = Path(tempfile.mkdtemp(prefix=f"trident-{os.getpid()}-"))

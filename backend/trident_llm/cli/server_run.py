@@ -14,7 +14,13 @@ from collections import deque
 
 from trident_llm.cli.console import Console
 from trident_llm.cli.errors import CommandError
-from trident_llm.cli.http_check import AnswerError, model_is_ready, stream_answer
+from trident_llm.cli.gateway_process import GatewayProcess
+from trident_llm.cli.http_check import (
+    AnswerError,
+    gateway_is_up,
+    model_is_ready,
+    stream_answer,
+)
 from trident_llm.cli.line_tail import LineTail
 from trident_llm.cli.options import ServeOptions
 from trident_llm.cli.server_process import (
@@ -79,12 +85,18 @@ class ServerRun:
         self._log = LineTail(settings.log_file)
         self._loading = False  # a phase has begun and not ended
         self._error: str | None = None  # the model's own word for why it failed
+        self._gateway: GatewayProcess | None = None
+        self._gateway_budget = RestartBudget(_MAX_RESTARTS, _RESTART_WINDOW_SECONDS)
         self.was_ready = False
 
     def serve(self) -> None:
         """Starts the server, and again when it fails; ends by an exception only."""
         self._start()
+        if self._options.openai_port is not None:  # it starts while the model loads
+            self._gateway = GatewayProcess(self._options, self._settings.log_file)
         self._follow_until_ready()
+        if self._options.openai_port is not None:
+            self._follow_gateway(self._options.openai_port)
         self.was_ready = True
         self._console.line(f"ready after {time.monotonic() - self._began:.1f} s")
         if self._options.self_check:
@@ -100,6 +112,16 @@ class ServerRun:
 
     def stop_server(self) -> bool:
         """Ends the server, if there is one; whether it left as it should. Signals do not cut this."""
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            gateway.begin_stop()
+        try:
+            return self._stop_process()
+        finally:
+            if gateway is not None:
+                gateway.stop()
+
+    def _stop_process(self) -> bool:
         process, self._process = self._process, None
         if process is None or process.exit_status is not None:
             return True
@@ -140,6 +162,34 @@ class ServerRun:
                 return
             self._console.tick()
             self._stop.sleep(0.1)
+
+    def _follow_gateway(self, port: int) -> None:
+        """Waits until the gateway answers. Raises if it ends instead."""
+        self._console.begin_phase("gateway")
+        while not gateway_is_up(port):
+            assert self._gateway is not None
+            if self._gateway.exit_status is not None:
+                self._console.drop_phase()
+                raise self._gateway_error()
+            self._console.tick()
+            self._stop.sleep(0.05)
+        self._console.end_phase()
+
+    def _gateway_error(self) -> CommandError:
+        assert self._process is not None and self._gateway is not None
+        for line in log_tail(self._process.read_log()):
+            self._console.log(line)
+        return CommandError(f"the gateway ended by itself (status {self._gateway.exit_status})")
+
+    def _watch_gateway(self) -> None:
+        """Starts the gateway again if it has died, unless that happened too often of late."""
+        if self._gateway is None or self._gateway.exit_status is None:
+            return
+        error = self._gateway_error()
+        if not self._gateway_budget.take(time.monotonic()):
+            raise error
+        self._console.error(f"{error}; it is started again")
+        self._gateway = GatewayProcess(self._options, self._settings.log_file)
 
     def _load_error(self, process: ServerProcess, status: int) -> CommandError:
         self._console.drop_phase()
@@ -185,6 +235,7 @@ class ServerRun:
         while True:
             status = process.exit_status
             self._pass_on()
+            self._watch_gateway()
             if status is not None:
                 raise _ServerFailed(f"the server ended by itself ({_describe(status)})")
             if self._error is not None:

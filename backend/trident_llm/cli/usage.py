@@ -19,6 +19,14 @@ def usage_lines(options: ServeOptions) -> list[str]:
         f'from trident_client import Client; [print(delta.text, end="", flush=True) for delta in '
         f'{client}.stream("Once upon a time", max_tokens=64)]'
     )
+    openai = []
+    if options.openai_port is not None:
+        chat = '{"messages": [{"role": "user", "content": "Hello"}]}'
+        openai = [
+            f"  OpenAI's API: http://localhost:{options.openai_port}/v1",
+            f"  curl -s localhost:{options.openai_port}/v1/chat/completions "
+            f"-H 'Content-Type: application/json' -d '{chat}'",
+        ]
     return [
         "",
         "Try it:",
@@ -27,6 +35,7 @@ def usage_lines(options: ServeOptions) -> list[str]:
         f"  {_python()} -c '{program}'",
         f"  tritonclient: gRPC at localhost:{options.grpc_port}, model {options.model_name}; it is "
         "decoupled, so use start_stream() or stream_infer()",
+        *openai,
         f"  metrics: curl -s localhost:{options.metrics_port}/metrics",
         "",
         "Ctrl-C stops the server.",

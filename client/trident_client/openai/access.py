@@ -1,0 +1,199 @@
+"""Who may ask, how much, and how often at a time: keys, sizes and limits, before any endpoint.
+
+Plain ASGI, so that the endpoints see when their caller leaves. Invariants: once there are keys, every
+path but the health checks needs one; keys are kept as digests and compared in constant time; no more
+of a body is read than may be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import re
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trident_client.openai.errors import RETRY_AFTER, ApiError
+from trident_client.openai.http import JSONAnswer
+from trident_client.openai.metrics import GatewayMetrics
+
+__all__ = ["Access", "Keys", "error_response"]
+
+KEYS_VARIABLE = "TRIDENT_API_KEYS"
+_OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_BODY_SECONDS = 60.0
+
+
+class Keys:
+    """Digests of the keys that are accepted; without any, all requests are."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def read(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> Keys:
+        """Keys out of a file, one a line, and of the variable TRIDENT_API_KEYS, between commas.
+
+        Raises ValueError if a source was named and holds none: that would leave the door open.
+        """
+        keys: list[str] = []
+        for source, lines in (
+            (path, Path(path).read_text().splitlines() if path is not None else None),
+            (KEYS_VARIABLE, environment[KEYS_VARIABLE].split(",") if KEYS_VARIABLE in environment
+             else None),
+        ):  # fmt: skip
+            if lines is not None:
+                found = [line.strip() for line in lines]
+                found = [line for line in found if line and not line.startswith("#")]
+                if not found:
+                    raise ValueError(f"{source} holds no API key")
+                keys += found
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def caller(self, header: str) -> str | None:
+        """A name for the holder of the key in an Authorization header; None if it holds none."""
+        scheme, _, key = header.partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # All are compared, so that the time tells nothing.
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex() if any(found) and scheme.lower() == "bearer" else None
+
+
+def error_response(error: ApiError) -> JSONAnswer:
+    """The response that tells of an error."""
+    return JSONAnswer(error.body(), error.status, error.headers)
+
+
+class Access:
+    """Around the application: request ids, keys, limits, the body's size, and the counting of it all."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        metrics: GatewayMetrics,
+        max_body_bytes: int,
+        max_requests_per_key: int,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._max_requests_per_key = max_requests_per_key
+        self._in_flight: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        status = 500
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._metrics.began()
+        try:
+            await self._admit(scope, receive, send_on)
+        finally:
+            self._metrics.ended(scope["path"], scope.get("trident_outcome", str(status)))
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = ""
+        if self._keys and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+            known = self._keys.caller(Headers(scope=scope).get("authorization", ""))
+            if known is None:
+                await error_response(_WRONG_KEY)(scope, receive, send)
+                return
+            caller = known
+            scope["trident_salt"] = hashlib.sha256(b"cache salt " + known.encode()).hexdigest()[:32]
+        limited = self._max_requests_per_key > 0 and scope["method"] == "POST"
+        if limited and self._in_flight[caller] >= self._max_requests_per_key:
+            await error_response(_TOO_MANY)(scope, receive, send)
+            return
+        self._in_flight[caller] += 1
+        try:
+            body = await self._read_body(scope, receive)
+            await self._app(scope, _replayed(body, receive), send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        finally:
+            self._in_flight[caller] -= 1
+            if not self._in_flight[caller]:
+                del self._in_flight[caller]
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the caller left within it. Raises `ApiError` if it is too large."""
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > self._max_body_bytes:
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._read_parts(receive), _BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "The body did not come in time") from None
+
+    async def _read_parts(self, receive: Receive) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"The body must have at most {self._max_body_bytes} bytes", code="body_too_large"
+        )
+
+
+_WRONG_KEY = ApiError(
+    401,
+    "A valid API key is needed: send the header Authorization: Bearer KEY",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+_TOO_MANY = ApiError(
+    429,
+    "Too many requests of this key are in flight; wait until one has ended",
+    type="rate_limit_error",
+    code="rate_limit_exceeded",
+    headers=RETRY_AFTER,
+)
+
+
+def _replayed(body: bytes | None, receive: Receive) -> Receive:
+    """Gives the body in one piece, then what `receive` gives."""
+    waiting: list[Message] = [
+        {"type": "http.disconnect"}
+        if body is None
+        else {"type": "http.request", "body": body, "more_body": False}
+    ]
+
+    async def replay() -> Any:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
