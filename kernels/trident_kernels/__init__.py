@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trident_kernels import memory, reference
-from trident_kernels.linear import LinearWeight, linear, pack_linear
+from trident_kernels.linear import LinearWeight, can_quantize, linear, pack_linear
 
 try:
     from trident_kernels.cpu import activation as _activation
@@ -32,6 +32,7 @@ __all__ = [
     "HAS_CPU_KERNELS",
     "LinearWeight",
     "add_rms_norm",
+    "can_quantize",
     "compile_cpu_kernels",
     "linear",
     "pack_linear",

@@ -2,7 +2,8 @@
 
 Owns LinearWeight. On the CPU the weight is kept only in the layout of its product: in bfloat16, where
 the CPU multiplies it, that of our own kernel; else oneDNN's, since packing at load saves a reorder in
-each call (M=1 on a 576 x 49152 head: 4.6 ms -> 1.1 ms). Elsewhere it stays plain.
+each call (M=1 on a 576 x 49152 head: 4.6 ms -> 1.1 ms). Elsewhere it stays plain. On request a weight
+is quantized to int8, where the CPU multiplies that.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 try:
-    from trident_kernels.cpu import linear as _cpu
+    from trident_kernels.cpu import linear as _bf16
+    from trident_kernels.cpu import linear_int8 as _int8
 except ImportError:  # numba is missing or told not to compile
-    _cpu = None  # type: ignore[assignment]
+    _bf16 = _int8 = None  # type: ignore[assignment]
 
 # The overload itself: looking it up by signature in each call costs more than a small product.
 _linear_pointwise: Any = (
@@ -34,6 +36,7 @@ class Layout(Enum):
     PLAIN = "plain"
     ONEDNN = "onednn"
     PANELS = "panels"  # trident_kernels.cpu.linear
+    INT8 = "int8"  # trident_kernels.cpu.linear_int8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +44,7 @@ class LinearWeight:
     """A weight [out, in] and bias [out] in the layout of the device's matmul."""
 
     weight: Tensor  # opaque unless plain
-    bias: Tensor | None  # [out]; with panels filled up
+    bias: Tensor | None  # [out]; filled up where the weight is in panels
     in_features: int
     out_features: int
     layout: Layout
@@ -52,10 +55,17 @@ def _has_onednn() -> bool:
     return available and _linear_pointwise is not None
 
 
-def _layout_for(weight: Tensor) -> Layout:
+def can_quantize() -> bool:
+    """Whether weights of this machine's CPU can be int8."""
+    return _int8 is not None and _int8.is_available()
+
+
+def _layout_for(weight: Tensor, int8: bool) -> Layout:
     if weight.device.type != "cpu":
         return Layout.PLAIN
-    if _cpu is not None and _cpu.can_multiply(weight):
+    if int8 and _int8 is not None and _int8.can_multiply(weight):
+        return Layout.INT8
+    if _bf16 is not None and _bf16.can_multiply(weight):
         return Layout.PANELS
     if _has_onednn() and weight.dtype is torch.float32:
         return Layout.ONEDNN
@@ -64,16 +74,19 @@ def _layout_for(weight: Tensor) -> Layout:
     return Layout.PLAIN
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+def pack_linear(weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> LinearWeight:
     """Take over a weight [out, in] and bias [out]; the caller drops its own reference.
 
+    With ``int8`` the weight is quantized, if `can_quantize` and its inputs are a multiple of 64.
     oneDNN packs for no particular batch size: measured on Zen 4 the layout it then picks is best or
     equal for 1 to 512 rows in both dtypes, while a hint of 1 costs float32 a reorder per call.
     """
     out_features, in_features = weight.shape
-    layout = _layout_for(weight)
-    if layout is Layout.PANELS:
-        weight, bias = _cpu.pack(weight, bias)
+    layout = _layout_for(weight, int8)
+    if layout is Layout.INT8:
+        weight, bias = _int8.pack(weight, bias)
+    elif layout is Layout.PANELS:
+        weight, bias = _bf16.pack(weight, bias)
     elif layout is Layout.ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
     return LinearWeight(weight, bias, in_features, out_features, layout)
@@ -85,8 +98,9 @@ def linear(x: Tensor, w: LinearWeight) -> Tensor:
         return functional.linear(x, w.weight, w.bias)
     if x.shape[0] == 0:
         return x.new_empty((0, w.out_features))
-    if w.layout is Layout.PANELS:
+    if w.layout in (Layout.PANELS, Layout.INT8):
         assert w.bias is not None
-        return _cpu.linear(x, w.weight, w.bias, w.out_features)
+        multiply = _bf16.linear if w.layout is Layout.PANELS else _int8.linear
+        return multiply(x, w.weight, w.bias, w.out_features)
     result: Tensor = _linear_pointwise(x, w.weight, w.bias, "none", [], "")
     return result

@@ -88,3 +88,69 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert out[3].isnan().all()
     rest = [row for row in range(8) if row != 3]
     assert torch.equal(out[rest], clean[rest])
+
+
+needs_int8 = pytest.mark.skipif(not ops.can_quantize(), reason="this CPU does not multiply int8")
+
+
+def quantized_weight(weight: torch.Tensor) -> torch.Tensor:
+    """What is left of a weight [out, in] after rounding to int8, a scale per output and 64 inputs."""
+    groups = weight.float().view(len(weight), -1, 64)
+    scale = groups.abs().amax(dim=2, keepdim=True) / 127
+    return ((groups / scale).round() * scale).view(weight.shape)
+
+
+def quantized_inputs(x: torch.Tensor) -> torch.Tensor:
+    """What is left of inputs [T, in] after rounding to int8 with a scale per row and 64 of them."""
+    groups = x.float().view(len(x), x.shape[1] // 64, 64)
+    scale = groups.abs().amax(dim=2, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    # The kernel rounds the exact product once; in double it is exact.
+    return ((groups.double() * inverse.double()).round().float() * scale).view(x.shape)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 64), (48, 128), (70, 192), (130, 64), (640, 576)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 7, 13, 97, 200])
+def test_int8_is_the_product_of_what_was_rounded(
+    dtype: torch.dtype, shape: tuple[int, int], rows: int
+) -> None:
+    g = torch.Generator().manual_seed(rows)
+    weight = torch.randn(shape, generator=g).to(dtype)
+    bias = torch.randn(shape[0], generator=g).to(dtype)
+    x = torch.randn(rows, shape[1], generator=g).to(dtype)
+    if rows:
+        x[0, :64] = 0.0  # a group without a scale
+        x[-1, 5] = 300.0  # one input far above the others
+    packed = ops.pack_linear(weight, bias, int8=True)
+    assert packed.layout is Layout.INT8
+    assert packed.weight.nbytes == -(-shape[0] // 16) * 16 * shape[1] * 17 // 16
+    out = ops.linear(x, packed)
+    assert out.shape == (rows, shape[0]) and out.dtype is dtype
+    exact = quantized_inputs(x) @ quantized_weight(weight).t() + bias.float()
+    rounding = 2**-7 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.float(), exact, rtol=rounding, atol=1e-3 + rounding)
+    for row in range(0, rows, 7):
+        assert torch.equal(ops.linear(x[row : row + 1], packed)[0], out[row])
+
+
+@needs_int8
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_int8_shows_what_is_not_finite_in_its_row_alone(value: float) -> None:
+    packed = ops.pack_linear(torch.randn(64, 128).bfloat16(), int8=True)
+    x = torch.randn(8, 128).bfloat16()
+    clean = ops.linear(x, packed)
+    x[3, 70] = value
+    out = ops.linear(x, packed)
+    assert not out[3].isfinite().any()
+    rest = [row for row in range(8) if row != 3]
+    assert torch.equal(out[rest], clean[rest])
+
+
+@needs_int8
+def test_a_weight_whose_inputs_make_no_groups_stays_as_it_is() -> None:
+    weight, x = torch.randn(32, 36), torch.randn(3, 36)
+    packed = ops.pack_linear(weight, int8=True)
+    assert packed.layout is not Layout.INT8
+    torch.testing.assert_close(ops.linear(x, packed), functional.linear(x, weight))

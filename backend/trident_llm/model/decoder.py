@@ -52,9 +52,10 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_len: int,
+        int8: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Decoder:
-        """Loads the model folder or ``.gguf`` file at ``path``.
+        """Loads the model folder or ``.gguf`` file at ``path``, its linear layers as int8 if told.
 
         Raises ModelConfigError (max_len) or ModelLoadError (the checkpoint), naming the cause.
         """
@@ -63,7 +64,9 @@ class Decoder:
                 f"max_model_len: {max_len} is outside 1 to {config.max_supported_len}, the positions "
                 "this model supports; lower it, or give the model a rope_scaling that covers it"
             )
-        weights = load_weights(path, config, dtype=dtype, device=device, progress=progress)
+        weights = load_weights(
+            path, config, dtype=dtype, device=device, int8=int8, progress=progress
+        )
         return cls(config, weights, max_len)
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from trident_kernels import can_quantize
 from trident_llm.core.config import EngineConfig, SchedulerConfig
 from trident_llm.core.errors import ConfigError
 from trident_llm.core.machine import available_cores, available_memory, format_bytes
@@ -44,11 +45,13 @@ class Limits:
     max_num_batched_tokens: int
     max_waiting: int
     launch_depth: int
+    quantization: str | None
 
     def describe(self) -> str:
         """One line for the log."""
         return (
             f"device={self.device} dtype={str(self.dtype).removeprefix('torch.')} "
+            f"quantization={self.quantization} "
             f"max_model_len={self.max_model_len} max_num_seqs={self.max_num_seqs} "
             f"max_num_batched_tokens={self.max_num_batched_tokens} "
             f"block_size={self.block_size} num_blocks={self.num_blocks} "
@@ -129,6 +132,7 @@ def resolve_limits(
         max_num_batched_tokens=budget,
         max_waiting=config.max_waiting or 4 * max_num_seqs,
         launch_depth=config.launch_depth if config.launch_depth is not None else int(not on_cpu),
+        quantization=config.quantization,
     )
 
 
@@ -164,6 +168,16 @@ def _check_pool_memory(device: torch.device, num_blocks: int, per_block: int) ->
         )
 
 
+def check_quantization(config: EngineConfig, device: torch.device) -> None:
+    """Raises :class:`ConfigError` if this machine cannot quantize as ``config`` asks."""
+    if config.quantization is None:
+        return
+    if device.type != "cpu" or not can_quantize():
+        raise ConfigError(
+            "quantization int8 needs a CPU with AVX-512 VNNI (and numba) as the device; leave it out"
+        )
+
+
 def set_threads(config: EngineConfig) -> int:
     """Sizes torch's thread pool once; the thread that calls this is the one that computes."""
     threads = config.num_threads or available_cores()
@@ -171,11 +185,11 @@ def set_threads(config: EngineConfig) -> int:
     return threads
 
 
-def model_identity(folder: Path, dtype: torch.dtype) -> tuple[str, ...]:
+def model_identity(folder: Path, kind: str) -> tuple[str, ...]:
     """What the KV of a token depends on besides the tokens; part of every block hash."""
     config_file = folder / "config.json"
     content = config_file.read_bytes() if config_file.is_file() else str(folder).encode()
-    return (hashlib.sha256(content).hexdigest(), str(dtype))
+    return (hashlib.sha256(content).hexdigest(), kind)
 
 
 class Executor:
@@ -216,6 +230,7 @@ class Executor:
         model = ModelConfig.from_folder(folder)
         device = resolve_device(config)
         dtype = resolve_dtype(config, device)
+        check_quantization(config, device)
         phase("weights")
         needed, free = weight_bytes(model, str(dtype).removeprefix("torch.")), _free_bytes(device)
         if needed > free:
@@ -225,7 +240,13 @@ class Executor:
             )
         max_len = min(config.max_model_len or model.max_supported_len, model.max_supported_len)
         decoder = Decoder.load(
-            folder, model, dtype=dtype, device=device, max_len=max_len, progress=progress
+            folder,
+            model,
+            dtype=dtype,
+            device=device,
+            max_len=max_len,
+            int8=config.quantization == "int8",
+            progress=progress,
         )
         phase("kv pool")
         limits = resolve_limits(config, model, device, dtype)
@@ -251,7 +272,8 @@ class Executor:
                 eos_token_ids=frozenset(end for end in ends if end < vocab_size),
             ),
         )
-        return cls(runner, limits, model, model_identity(folder, dtype))
+        kind = f"{dtype} {config.quantization}"
+        return cls(runner, limits, model, model_identity(folder, kind))
 
     def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
         """The scheduler's limits for this executor."""

@@ -75,17 +75,19 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    int8: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecoderWeights:
     """Loads the model at ``path``: a Hugging Face folder or a ``.gguf`` file.
 
+    ``int8`` quantizes the linear layers, the head included, but not the embedding.
     ``progress`` is told (tensors read, tensors in all). Peak memory is the packed model and the
     tensors of one fused projection. Raises :class:`ModelLoadError`.
     """
     with ExitStack() as files:
         checkpoint = _open(path, files)
         names = _check_tensors(checkpoint.shapes, config)
-        return _Assembler(checkpoint, names, config, dtype, device, progress).assemble()
+        return _Assembler(checkpoint, names, config, dtype, device, int8, progress).assemble()
 
 
 class SafetensorsCheckpoint:
@@ -228,10 +230,11 @@ class _Assembler:
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
+        int8: bool,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._checkpoint, self._config = checkpoint, config
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._int8 = dtype, device, int8
         self._progress, self._read_count, self._names = progress, 0, names
 
     def assemble(self) -> DecoderWeights:
@@ -248,7 +251,8 @@ class _Assembler:
                     "tie_word_embeddings is true, but %s differs from %s in the checkpoint: the "
                     "head is not tied", _HEAD, _EMBEDDING,
                 )  # fmt: skip
-        return DecoderWeights(embedding, layers, final_norm, ops.pack_linear(head, None))
+        packed = ops.pack_linear(head, None, int8=self._int8)
+        return DecoderWeights(embedding, layers, final_norm, packed)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}."
@@ -273,7 +277,7 @@ class _Assembler:
         """Several projections of the same input as one."""
         weight = self._tensor(*(name + ".weight" for name in names))
         bias = self._tensor(*(name + ".bias" for name in names)) if has_bias else None
-        return ops.pack_linear(weight, bias)
+        return ops.pack_linear(weight, bias, int8=self._int8)
 
     def _tensor(self, *names: str) -> torch.Tensor:
         """The tensors under each other, in the wanted dtype, in memory of our own."""
