@@ -313,6 +313,12 @@ def test_cut_output_never_passes_for_whole(server: FakeServer, gateway: RunningG
     assert "cut short" in answer.text
 
 
+def test_an_end_by_repetition_is_a_stop(server: FakeServer, client: OpenAI) -> None:
+    server.script = saying("a", "a", reason="repetition")
+    answer = client.completions.create(model="llm", prompt="Hi")
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_a_server_that_cannot_be_reached() -> None:
     server = FakeServer()
     server.stop()

@@ -30,6 +30,8 @@ def usage(results: Iterable[Result]) -> dict[str, Any]:
 
 def finish_reason(reason: str | None) -> str:
     """How a choice ended. Raises `ApiError` unless it ended well: cut output never passes for whole."""
+    if reason == "repetition":  # asked for with `repetition_detection`, which OpenAI does not have
+        return "stop"
     if reason in ("stop", "length"):
         return reason
     raise ApiError(500, "The output was cut short", type="server_error", code="server_error")
