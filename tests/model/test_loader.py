@@ -98,9 +98,9 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(
     packed: list[torch.Tensor] = []
     pack = ops.pack_linear
 
-    def spy(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def spy(weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> Any:
         packed.append(weight)
-        return pack(weight, bias)
+        return pack(weight, bias, **options)
 
     monkeypatch.setattr(ops, "pack_linear", spy)
     weights = load_weights(
