@@ -52,9 +52,10 @@ def test_every_setting_arrives_with_its_type() -> None:
         hint = hints[field.name]
         kind = next((part for part in get_args(hint) if part is not type(None)), hint)
         option = f"--{field.name.replace('_', '-')}"
-        if get_origin(hint) is Literal:
-            wanted[field.name] = get_args(hint)[-1]
-            arguments.append(f"{option}={get_args(hint)[-1]}")
+        literal = next((part for part in (hint, kind) if get_origin(part) is Literal), None)
+        if literal is not None:
+            wanted[field.name] = get_args(literal)[-1]
+            arguments.append(f"{option}={get_args(literal)[-1]}")
         elif kind is bool:
             wanted[field.name] = False
             arguments.append(f"--no-{field.name.replace('_', '-')}")

@@ -121,11 +121,14 @@ def scored(request: Request) -> Iterator[Any]:
     assert request.sampling["prompt_logprobs"] == 1
     entry = {"logprob": -2.0, "rank": 3, "decoded_token": "i"}
     best = {"logprob": -0.5, "rank": 1, "decoded_token": "o"}
-    new = {"7": {"logprob": -1.0, "rank": 1, "decoded_token": " x"}}
+    news = [{"7": {"logprob": -1.0, "rank": 1, "decoded_token": " x"}}]
+    if request.sampling["max_tokens"] == 0:
+        news = []
     yield message(
-        text_output=[" x"], finish_reason=["length"], num_input_tokens=[2], num_output_tokens=[1],
+        text_output=[" x" * len(news)], finish_reason=["length"], num_input_tokens=[2],
+        num_output_tokens=[len(news)],
         prompt_logprobs=[json.dumps([None, {"105": entry, "111": best}])],
-        logprobs=[json.dumps([new])] if "return_logprobs" in request.inputs else ["null"],
+        logprobs=[json.dumps(news)] if "return_logprobs" in request.inputs else ["null"],
         final=True,
     )  # fmt: skip
 
@@ -156,7 +159,7 @@ def test_a_prompt_may_be_scored_alone(server: FakeServer, client: OpenAI) -> Non
     assert choice.logprobs.tokens == ["H", "i"]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 0)
-    assert server.requests[-1].sampling["max_tokens"] == 1
+    assert server.requests[-1].sampling["max_tokens"] == 0
 
 
 def test_prompt_logprobs_by_themselves(server: FakeServer, gateway: RunningGateway) -> None:

@@ -169,8 +169,9 @@ def _add_setting(group: Any, name: str, hint: Any, text: str) -> None:
         text += " (default: SmolLM2-135M-Instruct, fetched once)"
     text = text.replace("%", "%%")
     kind = next((part for part in get_args(hint) if part is not type(None)), hint)
-    if get_origin(hint) is Literal:
-        group.add_argument(_option(name), choices=get_args(hint), help=text)
+    literal = next((part for part in (hint, kind) if get_origin(part) is Literal), None)
+    if literal is not None:
+        group.add_argument(_option(name), choices=get_args(literal), help=text)
     elif kind is bool:
         group.add_argument(
             _option(name), action=argparse.BooleanOptionalAction, default=None, help=text

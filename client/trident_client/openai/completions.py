@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -85,9 +84,8 @@ class CompletionRequest(Generation):
         """What goes to the server."""
         return {
             **self.given(),
-            # The server takes the word for "to the end of the context"; None would be left out. It
-            # makes one token at least, which is dropped where none was asked for.
-            "max_tokens": "null" if self.max_tokens is None else self.max_tokens or 1,
+            # The server takes the word for "to the end of the context"; None would be left out.
+            "max_tokens": "null" if self.max_tokens is None else self.max_tokens,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.scores_echo else self.prompt_logprobs,
         }
@@ -129,13 +127,6 @@ async def _echoes(client: AsyncClient, prompts: Sequence[Prompt]) -> list[str]:
     return list(await asyncio.gather(*map(text, prompts)))
 
 
-def _without_output(result: Result) -> Result:
-    """What scores the prompt alone."""
-    choices = tuple(Choice("", choice.index, "length") for choice in result.choices)
-    counts = dataclasses.replace(result.usage, completion_tokens=0)
-    return dataclasses.replace(result, choices=choices, usage=counts)
-
-
 class _Maker:
     """The answer, whole or in events. Choices are numbered through all prompts."""
 
@@ -153,8 +144,6 @@ class _Maker:
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
-        if self._body.max_tokens == 0:
-            results = [_without_output(result) for result in results]
         choices = [
             self._whole_choice(prompt, result, choice)
             for prompt, result in enumerate(results)
