@@ -19,6 +19,7 @@ from trident_kernels.linear import LinearWeight, can_quantize, linear, pack_line
 try:
     from trident_kernels.cpu import activation as _activation
     from trident_kernels.cpu import attention as _attention
+    from trident_kernels.cpu import mask as _mask
     from trident_kernels.cpu import norm as _norm
     from trident_kernels.cpu import rope as _rope
 except ImportError:  # numba is missing or told not to compile
@@ -35,6 +36,7 @@ __all__ = [
     "can_quantize",
     "compile_cpu_kernels",
     "linear",
+    "mask_logits",
     "pack_linear",
     "paged_attention",
     "rms_norm",
@@ -84,6 +86,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if x.is_cpu and x.dtype in _CPU_DTYPES and weight.dtype is x.dtype:
         return _norm.add_rms_norm(x, residual, weight, eps)
     return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def mask_logits(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
+    """logits[lines[i], v] = -inf, in place, where bit v of bits[i] is not set.
+
+    logits [L, V] float32; lines [M] int64, distinct; bits [M, W] int32, 32 * W at least V, bit v being
+    bit v % 32 of word v // 32.
+    """
+    if logits.is_cpu and _CPU_DTYPES and logits.stride(1) == 1:
+        _mask.mask_logits(logits, lines, bits)
+    else:
+        reference.mask_logits(logits, lines, bits)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

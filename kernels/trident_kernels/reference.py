@@ -28,6 +28,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
+def mask_logits(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
+    packed = bits.view(torch.uint8).to(torch.int32)  # little-endian: byte j holds tokens 8 j on
+    forbidden = (packed.unsqueeze(2) >> torch.arange(8, device=bits.device)) & 1 == 0
+    masked = logits.index_select(0, lines)
+    masked.masked_fill_(forbidden.flatten(1)[:, : logits.shape[1]], -torch.inf)
+    logits.index_copy_(0, lines, masked)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """round(silu(gate)) * up, where [gate, up] are the halves of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -76,10 +76,9 @@ class Sampler:
             logits[lines] = torch.log_softmax(logits[lines], dim=-1)
         edits = self._planner.plan(self.state, rows, lengths, logits, mask)
         raw_best = None
-        if edits is not None or mask is not None:
-            # A mask may hide what is not finite: that is looked for before.
-            raw_best = most_likely(logits)[0]
         if edits is not None:
+            # What is forbidden may hide what is not finite: that is looked for before.
+            raw_best = most_likely(logits)[0]
             apply_edits(logits, edits, self._token_ids, lengths)
         if mask is not None:
             apply_mask(logits, mask)

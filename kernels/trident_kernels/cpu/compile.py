@@ -13,12 +13,20 @@ from trident_kernels.cpu.attention import _paged_attention
 from trident_kernels.cpu.jit import CACHE_FOLDER
 from trident_kernels.cpu.linear import _linear
 from trident_kernels.cpu.linear_int8 import _linear_int8, _quantize
+from trident_kernels.cpu.mask import _mask_logits
 from trident_kernels.cpu.norm import _add_rms_norm, _rms_norm
 from trident_kernels.cpu.rope import _rope_and_write_kv
 from trident_kernels.cpu.simd import native_bf16_dot
 from trident_kernels.cpu.tile_int8 import native_int8_dot
 
-KERNELS = [_rms_norm, _add_rms_norm, _silu_and_mul, _rope_and_write_kv, _paged_attention]
+KERNELS = [
+    _mask_logits,
+    _rms_norm,
+    _add_rms_norm,
+    _silu_and_mul,
+    _rope_and_write_kv,
+    _paged_attention,
+]
 if native_bf16_dot():
     KERNELS.append(_linear)
 if native_int8_dot():

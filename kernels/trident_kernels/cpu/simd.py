@@ -74,6 +74,7 @@ class Vec16Model(models.PrimitiveModel):
 vec16 = Vec16()
 ptr_f32 = types.CPointer(types.float32)
 ptr_bf16 = types.CPointer(types.uint16)
+ptr_i16 = types.CPointer(types.int16)
 
 
 def emitter(typer: Callable[..., Any]) -> Any:
@@ -202,6 +203,12 @@ def as_f32(typing: Any, address: Any) -> Any:
 def as_bf16(typing: Any, address: Any) -> Any:
     """int64 address -> pointer to bfloat16."""
     return ptr_bf16(types.int64), _pointer_from_int(ptr_bf16)
+
+
+@emitter
+def as_i16(typing: Any, address: Any) -> Any:
+    """int64 address -> pointer to uint16, as plain bits."""
+    return ptr_i16(types.int64), _pointer_from_int(ptr_i16)
 
 
 @emitter

@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import trident_kernels as ops
 from trident_llm.model.sampling.mask import TokenMask
 from trident_llm.model.sampling.rows import RowSampling
 
 IntArray = npt.NDArray[np.int64]
 _LARGEST = torch.finfo(torch.float32).max
-# [256, 8] bool: which bits of each byte are not set, the least significant first.
-_FORBIDDEN_OF_BYTE = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1 == 0
 
 
 def on_device(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
@@ -208,17 +207,7 @@ def apply_mask(logits: torch.Tensor, mask: TokenMask) -> None:
     Args:
         logits: ``[L, V]`` float32.
     """
-    packed = on_device(
-        mask.bits.view(np.uint8), logits
-    )  # little-endian: byte j holds tokens 8 j on
-    table = _FORBIDDEN_OF_BYTE.to(logits.device, non_blocking=True)
-    forbidden = table[packed.to(torch.int32)].flatten(1)[:, : logits.shape[1]]
-    if len(mask.lines) == len(logits):
-        logits.masked_fill_(forbidden, -torch.inf)
-    else:
-        lines = on_device(mask.lines, logits)
-        masked = logits.index_select(0, lines).masked_fill_(forbidden, -torch.inf)
-        logits.index_copy_(0, lines, masked)
+    ops.mask_logits(logits, on_device(mask.lines, logits), on_device(mask.bits, logits))
 
 
 def _penalize(
