@@ -5,8 +5,6 @@ Bound by memory: two reads and one write per output element.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +16,11 @@ LARGEST_TILE = 1024
 
 @jit()
 def _silu_and_mul(
-    gate_up_ptr: Any, out_ptr: Any, stride: Any, size: Any, TILE: tl.constexpr
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: tl.tensor,
+    size: tl.tensor,
+    TILE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -15,7 +15,6 @@ Every load is masked by the sequence's length: what lies beyond may be NaN, and 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -28,7 +27,9 @@ LOG2_E = math.log2(math.e)
 
 
 @device_function
-def _find_sequence(starts_ptr: Any, num_seqs: Any, program: Any, TOKENS: tl.constexpr) -> Any:
+def _find_sequence(
+    starts_ptr: tl.tensor, num_seqs: tl.tensor, program: tl.tensor, TOKENS: tl.constexpr
+) -> tl.tensor:
     """The last sequence whose first program is at most ``program``."""
     low = num_seqs * 0
     high = num_seqs
@@ -44,22 +45,22 @@ def _find_sequence(starts_ptr: Any, num_seqs: Any, program: Any, TOKENS: tl.cons
 
 @jit(varying=["tables_ptr", "starts_ptr", "lens_ptr", "num_seqs", "stride_table"])
 def _paged_attention(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    out_ptr: Any,
-    stats_ptr: Any,
-    tables_ptr: Any,
-    starts_ptr: Any,
-    lens_ptr: Any,
-    num_seqs: Any,
-    scale: Any,
-    stride_q: Any,
-    stride_q_head: Any,
-    stride_table: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_cell: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    num_seqs: tl.tensor,
+    scale: tl.tensor,
+    stride_q: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_table: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_cell: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -156,10 +157,10 @@ def _paged_attention(
 
 @jit(varying=["num_parts"])
 def _combine(
-    parts_ptr: Any,
-    stats_ptr: Any,
-    out_ptr: Any,
-    num_parts: Any,
+    parts_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_parts: tl.tensor,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     MOST_PARTS: tl.constexpr,

@@ -16,8 +16,7 @@ MIN_KEYS_OF_SPLIT = 256
 PROGRAMS_PER_SM = 2
 WORKSPACE_ELEMENTS = 1 << 24  # float32: 64 MiB of partial results at most
 # Bytes of shared memory that one program may use, by compute capability.
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448}
-SHARED_MEMORY_ELSEWHERE = 101376
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 @dataclass(frozen=True)
@@ -32,23 +31,21 @@ class AttentionConfig:
 
 # Rows for a few tokens, and for prompts. Each by (architecture from, bytes of a value, padded
 # head_dim up to), the first line that fits.
-_DECODE = (
-    (80, 2, 64, AttentionConfig(16, 64, 4, 3)),
-    (80, 2, 128, AttentionConfig(16, 64, 4, 3)),
+DECODE = (
+    (80, 2, 128, AttentionConfig(16, 64, 4, 4)),
     (80, 2, 256, AttentionConfig(16, 32, 4, 3)),
     (80, 4, 64, AttentionConfig(16, 32, 4, 2)),
-    (80, 4, 128, AttentionConfig(16, 32, 4, 2)),
     (80, 4, 256, AttentionConfig(16, 16, 4, 2)),
 )
-_PREFILL = (
-    (90, 2, 64, AttentionConfig(128, 64, 8, 3)),
+PREFILL = (
+    (120, 2, 128, AttentionConfig(128, 32, 8, 3)),
     (90, 2, 128, AttentionConfig(128, 64, 8, 3)),
-    (90, 2, 256, AttentionConfig(64, 32, 8, 3)),
-    (80, 2, 64, AttentionConfig(64, 64, 4, 3)),
-    (80, 2, 128, AttentionConfig(64, 64, 4, 2)),
+    (90, 2, 256, AttentionConfig(64, 32, 8, 2)),
+    (80, 2, 64, AttentionConfig(64, 64, 4, 2)),
+    (80, 2, 128, AttentionConfig(128, 32, 8, 3)),
     (80, 2, 256, AttentionConfig(64, 32, 8, 2)),
-    (80, 4, 64, AttentionConfig(32, 32, 4, 2)),
-    (80, 4, 128, AttentionConfig(32, 32, 8, 2)),
+    (80, 4, 64, AttentionConfig(64, 32, 8, 2)),
+    (80, 4, 128, AttentionConfig(32, 16, 8, 2)),
     (80, 4, 256, AttentionConfig(16, 16, 8, 2)),
 )
 
@@ -63,7 +60,7 @@ def attention_config(
     width = max(64, power_of_two(head_dim))
     if width > 256:
         raise ValueError(f"head_dim must be at most 256 for the Triton kernels, not {head_dim}")
-    table = _DECODE if rows <= 16 or deterministic else _PREFILL
+    table = DECODE if rows <= 16 or deterministic else PREFILL
     for arch, size, widest, config in table:
         if device.arch >= arch and itemsize <= size and width <= widest:
             return config

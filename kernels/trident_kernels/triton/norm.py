@@ -8,8 +8,6 @@ Bound by memory: each row is read once and stays in registers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -19,13 +17,13 @@ from trident_kernels.triton.runtime import jit, launch, power_of_two
 
 @jit()
 def _rms_norm(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    x_stride: Any,
-    residual_stride: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,

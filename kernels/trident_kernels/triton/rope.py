@@ -11,8 +11,6 @@ Column d of a rotated head is x[d] cos + sign x[partner] sin, its partner half t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -24,21 +22,21 @@ ELEMENTS = 1024  # of one program
 
 @jit(varying=["positions_ptr", "slots_ptr"])
 def _rope_and_write_kv(
-    qkv_ptr: Any,
-    positions_ptr: Any,
-    cos_sin_ptr: Any,
-    k_cache_ptr: Any,
-    v_cache_ptr: Any,
-    slots_ptr: Any,
-    q_norm_ptr: Any,
-    k_norm_ptr: Any,
-    out_ptr: Any,
-    stride_qkv: Any,
-    stride_angle: Any,
-    stride_block: Any,
-    stride_head: Any,
-    stride_cell: Any,
-    eps: Any,
+    qkv_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride_qkv: tl.tensor,
+    stride_angle: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    stride_cell: tl.tensor,
+    eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
