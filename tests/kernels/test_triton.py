@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from trident_kernels.triton import aot, configs
-from trident_kernels.triton.runtime import Device
+from trident_kernels.triton import aot, configs, tune
+from trident_kernels.triton.runtime import Device, recording
 
 ROOT = Path(__file__).parents[2]
 CHECKS = "tests/kernels/triton_checks.py"
@@ -94,6 +94,21 @@ def test_every_configuration_is_compiled() -> None:
     for arch, _, _, config in (*configs.DECODE, *configs.PREFILL):
         sizes = (config.block_m, config.tile, config.num_warps, config.num_stages)
         assert sizes in used or arch not in aot.ARCHS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_tuning_says_that_it_needs_a_gpu() -> None:
+    command = [sys.executable, "-m", "trident_kernels.triton.tune"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "on a GPU, and torch sees none" in done.stderr
+
+
+def test_tuning_leaves_out_what_spills() -> None:
+    case = tune.make_case(aot.SHAPES[-1], torch.bfloat16, "prompt", "meta")
+    with recording(lambda launch: None, Device(80, 108)):
+        assert tune.spills(case, configs.AttentionConfig(128, 64, 4, 2))
+        assert not tune.spills(case, configs.AttentionConfig(64, 32, 8, 2))
 
 
 def test_shapes_that_no_configuration_serves_are_refused() -> None:

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trident_kernels.triton import activation, attention, norm, rope
-from trident_kernels.triton.configs import SHARED_MEMORY
+from trident_kernels.triton.configs import shared_memory
 from trident_kernels.triton.runtime import Device, Launch, recording
 
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
@@ -83,8 +83,8 @@ class Report:
             return self.error
         if self.spilled:
             return f"spills {self.spilled} bytes"
-        if self.shared > SHARED_MEMORY[self.arch]:
-            return f"needs {self.shared} bytes of shared memory, {SHARED_MEMORY[self.arch]} exist"
+        if self.shared > shared_memory(self.arch):
+            return f"needs {self.shared} bytes of shared memory, {shared_memory(self.arch)} exist"
         return ""
 
 

@@ -15,8 +15,7 @@ MAX_SPLITS = 32
 MIN_KEYS_OF_SPLIT = 256
 PROGRAMS_PER_SM = 2
 WORKSPACE_ELEMENTS = 1 << 24  # float32: 64 MiB of partial results at most
-# Bytes of shared memory that one program may use, by compute capability.
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ PREFILL = (
     (80, 4, 128, AttentionConfig(32, 16, 8, 2)),
     (80, 4, 256, AttentionConfig(16, 16, 8, 2)),
 )
+
+
+def shared_memory(arch: int) -> int:
+    """Bytes of shared memory that one program may use."""
+    return _SHARED_MEMORY.get(arch, min(_SHARED_MEMORY.values()))
 
 
 def attention_config(
