@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import trident_kernels as ops
 from tests.engine.harness import Harness, make_engine
 from tests.engine.test_engine import prompts
+from tests.model.test_decode_graphs import rerunning
 from trident_kernels.triton import activation, attention, norm, rope
 
 # numpy, in the interpreter, on infinities that are meant.
@@ -32,15 +34,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 def test_ids_equal_those_of_plain_torch(
-    tiny_model: Path, started: set[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, started: set[str], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [
         (prompt, {"max_tokens": 6, "temperature": 0.0 if i % 2 else 0.8, "top_p": 0.9, "seed": i})
         for i, prompt in enumerate(prompts(6, longest=30))
     ]
     settings = {"num_blocks": 14, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    harness = Harness(make_engine(tiny_model, launch_depth=1, **settings))
+    engine = make_engine(tiny_model, launch_depth=1, cuda_graphs=graphs, **settings)
+    if graphs and not torch.cuda.is_available():
+        engine._executor.runner.record_graphs([2, 4], rerunning([]))  # type: ignore[attr-defined]
+    harness = Harness(engine)
     names = [harness.add(prompt, **params) for prompt, params in requests]
     harness.run()
     assert harness.engine.scheduler.stats.num_preemptions > 0

@@ -9,7 +9,7 @@ wait are found by a dispatch mode. On a GPU torch's own sync debug mode watches 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model.test_decode_graphs import rerunning
 from trident_kernels.triton.runtime import Device, Launch, recording
 from trident_llm.core.messages import BlockCopy, Fork, NewRow, ScheduledRow, SchedulerOutput
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.model.config import ModelConfig
+from trident_llm.model.decode_graphs import CudaRecorder
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache
 from trident_llm.model.runner import ModelRunner, RunnerConfig
 from trident_llm.model.sampling.mask import TokenMask
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = Device(arch=90, num_sms=132)
 VOCAB = 500
 BLOCK_SIZE = 4
 
@@ -83,7 +86,7 @@ def watched(launches: list[Launch]) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
-    with recording(launches.append, Device(arch=90, num_sms=132)), NoWaiting(), NoTensorFromLists():
+    with recording(launches.append, DEVICE), NoWaiting(), NoTensorFromLists():
         yield
 
 
@@ -141,10 +144,16 @@ def steps(params: tuple[SamplingParams, ...]) -> list[SchedulerOutput]:
     ]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("params", [PARAMS[:1], PARAMS[:3], PARAMS], ids=["greedy", "draws", "all"])
-def test_a_step_never_waits(runner: ModelRunner, params: tuple[SamplingParams, ...]) -> None:
+def test_a_step_never_waits(
+    runner: ModelRunner, params: tuple[SamplingParams, ...], graphs: bool
+) -> None:
     launches: list[Launch] = []
     outputs = steps(params)
+    if graphs:
+        with recording(lambda launch: None, DEVICE) if not ON_GPU else nullcontext():
+            runner.record_graphs([2, 8], CudaRecorder() if ON_GPU else rerunning([]))
     if ON_GPU:  # compiling the kernels may wait
         for output in outputs:
             runner.launch(output)
