@@ -16,6 +16,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+
 from trident_kernels.triton import aot, configs, tune
 from trident_kernels.triton.runtime import Device, recording
 
@@ -80,6 +83,27 @@ def test_a_kernel_that_spills_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.problem.startswith("spills")
     assert "shared memory" in replace(report, spilled=0, shared=200_000).problem
     assert replace(report, spilled=0, shared=100_000).problem == ""
+
+
+def test_what_is_compiled_is_what_would_run() -> None:
+    """Types, constants and divisibility as Triton's own launcher finds them."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    if not hasattr(jit, "create_function_from_signature"):
+        pytest.skip("this Triton has another launcher")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    for _, each in aot.record(aot.SHAPES[0], torch.bfloat16, 90):
+        kernel, options = each.kernel, {**each.constants, "enable_fp_fusion": True}
+        bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        args = [
+            torch.empty(1, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for value in each.args
+        ]
+        bound, specialized, _ = bind(*args, **options)
+        packed = kernel._pack_args(backend, dict(options), bound, specialized, None)
+        source = aot.source_of(each)
+        assert packed[1] == source.signature
+        assert packed[2] == source.constants
+        assert {path: value for path, value in packed[3].items() if value} == source.attrs
 
 
 def test_every_configuration_is_compiled() -> None:
