@@ -57,7 +57,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/hadolint Dockerfile
 
-kernels-aot: $(VENV)/.kernels
+kernels-aot: $(VENV)/.dev
 	$(BIN)/python -m trident_kernels.triton.aot
 
 format: $(VENV)/.dev

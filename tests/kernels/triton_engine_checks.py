@@ -16,8 +16,10 @@ from tests.engine.test_engine import prompts
 from tests.model.test_decode_graphs import rerunning
 from trident_kernels.triton import activation, attention, norm, rope
 
-# numpy, in the interpreter, on infinities that are meant.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# numpy, in the interpreter, on infinities that are meant; older interpreters use it in old ways.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+)
 
 
 @pytest.fixture
