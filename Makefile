@@ -32,13 +32,14 @@ else \
 fi
 endef
 
-.PHONY: help serve test check format install venv python-version clean
+.PHONY: help serve test check format install kernels-aot venv python-version clean
 
 help:
 	@echo 'make serve [MODEL=DIR] [ARGS="..."]   start a server that answers (ARGS: .venv/bin/trident serve --help)'
 	@echo 'make test                             lint, types and all tests'
 	@echo 'make check                            lint and types'
 	@echo 'make format                           format the code'
+	@echo 'make kernels-aot                      compile the GPU kernels for sm_80, sm_90 and sm_100; needs no GPU'
 	@echo 'make install                          only make .venv and install into it'
 	@echo 'make clean                            remove .venv'
 
@@ -55,6 +56,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/hadolint Dockerfile
+
+kernels-aot: $(VENV)/.dev
+	$(BIN)/python -m trident_kernels.triton.aot
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

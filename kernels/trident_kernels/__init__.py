@@ -1,14 +1,20 @@
 """The device operations of an LLM decoder, each picked by device and availability.
 
 Owns the choice of implementation, nothing else: `reference` (plain torch) is the specification and
-runs anywhere; `cpu` (Numba) serves float32 and bfloat16 on CPUs. The choice is made from the tensor
-itself, once per call, without imports. Knows nothing of models, requests or schedulers.
+runs anywhere; `cpu` (Numba) serves float32 and bfloat16 on CPUs; `triton` serves CUDA devices. The
+choice is made from the tensor itself, once per call, without imports. Knows nothing of models,
+requests or schedulers.
+
+TRIDENT_KERNELS=triton in the environment sends every tensor through the Triton kernels, those on the
+CPU too: with TRITON_INTERPRET=1 everything that runs on a GPU then runs here, in Triton's interpreter.
 
 Letters in shapes: T tokens of the flat batch, S sequences, H query heads, K kv heads, D head_dim,
 B block_size, N blocks, M blocks per sequence at most. A slot is block * B + offset.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
@@ -29,8 +35,24 @@ else:
 
 HAS_CPU_KERNELS = bool(_CPU_DTYPES)
 
+_TRITON_ALWAYS = os.environ.get("TRIDENT_KERNELS") == "triton"
+HAS_TRITON_KERNELS = False
+if _TRITON_ALWAYS or torch.version.cuda is not None:
+    try:
+        from trident_kernels.triton import activation as _triton_activation
+        from trident_kernels.triton import attention as _triton_attention
+        from trident_kernels.triton import norm as _triton_norm
+        from trident_kernels.triton import rope as _triton_rope
+        from trident_kernels.triton.runtime import DTYPES as _TRITON_DTYPES
+    except ImportError:  # triton is missing
+        if _TRITON_ALWAYS:
+            raise
+    else:
+        HAS_TRITON_KERNELS = True
+
 __all__ = [
     "HAS_CPU_KERNELS",
+    "HAS_TRITON_KERNELS",
     "LinearWeight",
     "add_rms_norm",
     "can_quantize",
@@ -68,11 +90,17 @@ def zeros_for_long(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def _takes_triton(x: Tensor) -> bool:
+    return HAS_TRITON_KERNELS and (x.is_cuda or _TRITON_ALWAYS) and x.dtype in _TRITON_DTYPES
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """round(x * rsqrt(mean(x^2) + eps)) * weight over the last dimension, float32 inside.
 
     x [..., D], weight [D] of the same dtype -> like x. Rounding as in Hugging Face's Llama.
     """
+    if _takes_triton(x) and weight.dtype is x.dtype:
+        return _triton_norm.rms_norm(x, weight, eps)
     if x.is_cpu and x.dtype in _CPU_DTYPES and weight.dtype is x.dtype:
         return _norm.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
@@ -83,6 +111,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
     x, residual [T, D], weight [D], all of one dtype -> [T, D].
     """
+    if _takes_triton(x) and weight.dtype is x.dtype:
+        return _triton_norm.add_rms_norm(x, residual, weight, eps)
     if x.is_cpu and x.dtype in _CPU_DTYPES and weight.dtype is x.dtype:
         return _norm.add_rms_norm(x, residual, weight, eps)
     return reference.add_rms_norm(x, residual, weight, eps)
@@ -102,6 +132,8 @@ def mask_logits(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """round(silu(gate)) * up; gate_up [T, 2 * I] = [gate, up] -> [T, I]."""
+    if _takes_triton(gate_up):
+        return _triton_activation.silu_and_mul(gate_up)
     if gate_up.is_cpu and gate_up.dtype in _CPU_DTYPES:
         return _activation.silu_and_mul(gate_up)
     return reference.silu_and_mul(gate_up)
@@ -130,7 +162,9 @@ def rope_and_write_kv(
     """
     assert (q_norm is None) == (k_norm is None), "q_norm and k_norm come together"
     assert positions.dtype is slot_mapping.dtype is torch.int64
-    if qkv.is_cpu and qkv.dtype in _CPU_DTYPES and k_cache.dtype is qkv.dtype:
+    if _takes_triton(qkv) and k_cache.dtype is qkv.dtype:
+        operation = _triton_rope.rope_and_write_kv
+    elif qkv.is_cpu and qkv.dtype in _CPU_DTYPES and k_cache.dtype is qkv.dtype:
         operation = _rope.rope_and_write_kv
     else:
         operation = reference.rope_and_write_kv
@@ -177,6 +211,19 @@ def paged_attention(
     """
     assert block_tables.dtype is cu_seqlens_q.dtype is seq_lens.dtype is torch.int32
     assert softmax_scale > 0
+    if _takes_triton(q) and q.shape[2] <= 256 and k_cache.dtype is q.dtype:
+        return _triton_attention.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            cu_seqlens_q,
+            seq_lens,
+            max_seqlen_q,
+            max_seq_len,
+            softmax_scale,
+            sliding_window,
+        )
     if q.is_cpu and q.dtype in _CPU_DTYPES and q.shape[2] % 16 == 0 and k_cache.dtype is q.dtype:
         return _attention.paged_attention(
             q,

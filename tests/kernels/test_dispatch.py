@@ -40,6 +40,17 @@ def test_without_numba_the_reference_runs() -> None:
     assert run("import sys; sys.modules['numba'] = None\n" + PROGRAM) == "False"
 
 
+def test_without_triton_a_cuda_build_still_imports() -> None:
+    absent = "import sys, torch; sys.modules['triton'] = None; torch.version.cuda = '13.0'\n"
+    assert run(absent + PROGRAM + "print(ops.HAS_TRITON_KERNELS)").endswith("False")
+
+
+def test_triton_kernels_are_not_loaded_for_a_cpu() -> None:
+    if torch.version.cuda is None:
+        loaded = "print('trident_kernels.triton' in sys.modules)"
+        assert run("import sys\n" + PROGRAM + loaded).endswith("False")
+
+
 def test_with_compilation_disabled_the_reference_runs() -> None:
     assert run(PROGRAM, NUMBA_DISABLE_JIT="1") == "False"
 

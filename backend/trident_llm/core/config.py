@@ -72,6 +72,9 @@ class EngineConfig:
     drain_seconds: float = _setting(
         10.0, "how long requests in flight may finish when the server leaves"
     )
+    cuda_graphs: bool = _setting(
+        False, "on a GPU: replay decode steps from CUDA graphs, which were recorded at load"
+    )
     tensor_parallel_size: int = _setting(1, "devices that share one model; only 1 is supported")
     quantization: Literal["int8"] | None = _setting(
         None, "int8: linear layers in 8 bits, on CPUs with AVX-512 VNNI; default: as dtype says"

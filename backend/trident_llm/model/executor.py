@@ -19,6 +19,7 @@ from trident_llm.core.errors import ConfigError
 from trident_llm.core.machine import available_cores, available_memory, format_bytes
 from trident_llm.core.messages import SchedulerOutput, StepResult
 from trident_llm.model.config import ModelConfig, weight_bytes
+from trident_llm.model.decode_graphs import CudaRecorder, graph_sizes
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache, block_bytes
 from trident_llm.model.runner import LaunchedStep, ModelRunner, RunnerConfig
@@ -219,7 +220,7 @@ class Executor:
         Args:
             vocab_size: the tokenizer's size, added tokens included; ids beyond are never sampled.
             eos_token_id: the tokenizer's own end, which joins those that the model's files name.
-            phase: told the name of each phase as it begins ("weights", "kv pool").
+            phase: told the name of each phase as it begins ("weights", "kv pool", "kernels").
             progress: told (tensors done, tensors in all) while weights load.
 
         Raises:
@@ -272,6 +273,11 @@ class Executor:
                 eos_token_ids=frozenset(end for end in ends if end < vocab_size),
             ),
         )
+        if device.type == "cuda":
+            phase("kernels")
+            runner.warm_up(limits.max_num_batched_tokens)
+            if config.cuda_graphs:
+                runner.record_graphs(graph_sizes(limits.max_num_seqs), CudaRecorder())
         kind = f"{dtype} {config.quantization}"
         return cls(runner, limits, model, model_identity(folder, kind))
 

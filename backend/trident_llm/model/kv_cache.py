@@ -54,7 +54,5 @@ class KVCache:
         """Copies whole blocks ``(source, destination)`` in all layers; destinations are distinct."""
         if not copies:
             return
-        device = self.data.device
-        sources = torch.tensor([source for source, _ in copies], device=device)
-        destinations = torch.tensor([destination for _, destination in copies], device=device)
-        self.data[:, :, destinations] = self.data[:, :, sources]
+        pairs = torch.tensor(copies).to(self.data.device, non_blocking=True)
+        self.data[:, :, pairs[:, 1]] = self.data[:, :, pairs[:, 0]]

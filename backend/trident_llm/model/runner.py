@@ -8,6 +8,7 @@ launched before the tokens of the one before it have reached the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from trident_llm.core.messages import (
     StepResult,
 )
 from trident_llm.model.batch import Batch
+from trident_llm.model.decode_graphs import DecodeGraphs, Recorder
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.kv_cache import KVCache
 from trident_llm.model.prompt_scorer import PromptScores, PromptSpan, score_prompts
@@ -61,7 +63,9 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.config = config
         self.device = kv_cache.data.device
-        rows = config.max_num_seqs
+        # One row more than there are sequences: padding. Its token and its block are always 0.
+        self._padding_row = config.max_num_seqs
+        rows = config.max_num_seqs + 1
         max_blocks = -(-config.max_model_len // config.block_size)
         self._token_ids = torch.zeros(
             (rows, config.max_model_len), dtype=torch.int64, device=self.device
@@ -73,6 +77,28 @@ class ModelRunner:
         self._num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1: none asked
         self._sampling = RowSampling(rows)
         self._sampler = Sampler(self._sampling, self._token_ids)
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, max_num_tokens: int) -> None:
+        """Runs steps of all kinds on padding rows, so that no request waits for a compiler."""
+        longest = min(max_num_tokens, self.config.max_model_len)
+        for counts in ([longest], [min(longest, 64), 1], [1] * self.config.max_num_seqs, [1]):
+            for fixed in (False, True):
+                rows = np.full(len(counts), self._padding_row, np.int64)
+                samples = np.ones(len(counts), np.bool_)
+                batch = self._flat_batch(rows, np.asarray(counts, np.int64), samples, [], fixed)
+                self.decoder.forward(batch, self.kv_cache)
+
+    @torch.inference_mode()
+    def record_graphs(self, sizes: Sequence[int], record: Recorder) -> None:
+        """Records decode steps of these sizes, largest first: their temporaries are shared."""
+        if self.decoder.needs_rope_lens:
+            return
+        graphs = DecodeGraphs(lambda batch: self.decoder.hidden(batch, self.kv_cache), record)
+        for size in sorted(sizes, reverse=True):
+            graphs.add(self._decode_batch([], size))
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, mask: TokenMask | None = None) -> LaunchedStep:
@@ -83,9 +109,14 @@ class ModelRunner:
         self._apply_delta(output)
         self.kv_cache.copy_blocks(output.block_copies)
         spans = self._prompt_spans(output)
-        batch = self._make_batch(output, spans)
         prompt_scores = None
-        if spans:
+        size = self._graph_size(output) if not spans else None
+        if size is not None and self._graphs is not None:
+            scheduled_rows = [scheduled.row for scheduled in output.scheduled_rows]
+            hidden = self._graphs.run(self._decode_batch(scheduled_rows, size))
+            logits = self._logits(hidden[: len(scheduled_rows)])
+        elif spans:
+            batch = self._make_batch(output, spans)
             hidden = self.decoder.hidden(batch, self.kv_cache)
             num_sampled = len(hidden) - sum(span.count for span in spans)
             prompt_scores = score_prompts(
@@ -93,6 +124,7 @@ class ModelRunner:
             )
             logits = self._logits(hidden[:num_sampled])
         else:
+            batch = self._make_batch(output, spans)
             logits = self.decoder.forward(batch, self.kv_cache)[:, : self.config.vocab_size]
         for scheduled in output.scheduled_rows:
             self._num_computed[scheduled.row] += scheduled.num_tokens
@@ -186,22 +218,46 @@ class ModelRunner:
         self._num_computed[rows] = self._num_computed[parents]
         self._num_tokens[rows] = lengths + 1
 
-    def _make_batch(self, output: SchedulerOutput, spans: list[PromptSpan]) -> Batch:
-        """The flat batch: tokens of all scheduled rows, one sequence after another.
+    def _graph_size(self, output: SchedulerOutput) -> int | None:
+        """The recorded size of a step in which every row computes one token and samples."""
+        scheduled = output.scheduled_rows
+        if self._graphs is None or any(s.num_tokens != 1 or not s.samples for s in scheduled):
+            return None
+        return self._graphs.size_for(len(scheduled))
 
-        Logits are wanted of the tokens that sample, then of those in ``spans``.
-        """
+    def _decode_batch(self, scheduled_rows: list[int], size: int) -> Batch:
+        """One token of each row, padded to ``size`` rows, with tensors and bounds of fixed sizes."""
+        rows = np.full(size, self._padding_row, np.int64)
+        rows[: len(scheduled_rows)] = scheduled_rows
+        return self._flat_batch(rows, np.ones(size, np.int64), np.ones(size, np.bool_), [], True)
+
+    def _make_batch(self, output: SchedulerOutput, spans: list[PromptSpan]) -> Batch:
         scheduled = output.scheduled_rows
         rows = np.asarray([s.row for s in scheduled], np.int64)
         counts = np.asarray([s.num_tokens for s in scheduled], np.int64)
+        samples = np.asarray([s.samples for s in scheduled], np.bool_)
+        return self._flat_batch(rows, counts, samples, spans, False)
+
+    def _flat_batch(
+        self,
+        rows: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.bool_],
+        spans: list[PromptSpan],
+        fixed: bool,
+    ) -> Batch:
+        """The flat batch: ``counts`` tokens of each row, one sequence after another.
+
+        Logits are wanted of the tokens that sample, then of those in ``spans``. ``fixed``: block
+        tables and bounds are those of the longest sequence that there can be.
+        """
         computed = self._num_computed[rows]
         ends = np.cumsum(counts)
         starts = ends - counts
         positions = np.arange(ends[-1]) + np.repeat(computed - starts, counts)
         row_of_token = np.repeat(rows, counts)
         seq_lens = computed + counts
-        samples = np.asarray([s.samples for s in scheduled], np.bool_)
-        max_seq_len = int(seq_lens.max())
+        max_seq_len = self.config.max_model_len if fixed else int(seq_lens.max())
         wanted = [ends[samples] - 1]
         wanted += [starts[span.place] + np.arange(span.count) for span in spans]
         # One transfer for everything that is as long as the tokens.
