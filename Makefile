@@ -32,12 +32,15 @@ else \
 fi
 endef
 
-.PHONY: help serve test check format install kernels-aot venv python-version clean
+.PHONY: help serve test check audit fuzz-core fuzz-requests format kernels-aot install venv clean
 
 help:
 	@echo 'make serve [MODEL=DIR] [ARGS="..."]   start a server that answers (ARGS: .venv/bin/trident serve --help)'
 	@echo 'make test                             lint, types and all tests'
 	@echo 'make check                            lint and types'
+	@echo 'make audit                            known faults in what is installed, as pip-audit knows them'
+	@echo 'make fuzz-core                        a million random operations on the scheduler (OPERATIONS=...)'
+	@echo 'make fuzz-requests                    a hundred thousand malformed requests read (REQUESTS=...)'
 	@echo 'make format                           format the code'
 	@echo 'make kernels-aot                      compile the GPU kernels for sm_80, sm_90 and sm_100; needs no GPU'
 	@echo 'make install                          only make .venv and install into it'
@@ -59,6 +62,24 @@ check: $(VENV)/.dev
 
 kernels-aot: $(VENV)/.dev
 	$(BIN)/python -m trident_kernels.triton.aot
+
+# Asks a public list of advisories: without a network there is nothing to ask, which is no failure.
+audit: $(VENV)/.dev
+	@if ! $(PIP) pip-audit; then \
+	  echo 'skipped: pip-audit cannot be installed here'; \
+	elif ! $(BIN)/pip-audit --skip-editable --progress-spinner off --timeout 15 >$(VENV)/audit.log 2>&1 \
+	    && grep -qE 'ConnectionError|ServiceError|Timeout|Max retries' $(VENV)/audit.log \
+	    || grep -q '^numpy .* not found on PyPI' $(VENV)/audit.log; then \
+	  echo 'skipped: the list of advisories cannot be reached'; \
+	else \
+	  cat $(VENV)/audit.log; ! grep -q '^Found ' $(VENV)/audit.log; \
+	fi
+
+fuzz-core: $(VENV)/.dev
+	$(BIN)/python -m tests.core.fuzz --operations $(or $(OPERATIONS),1000000)
+
+fuzz-requests: $(VENV)/.dev
+	$(BIN)/python -m tests.serving.fuzz --requests $(or $(REQUESTS),100000)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -28,10 +28,15 @@ def default_model() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers whose head is wider than its tokenizer; ids repeat little."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+def write_tiny_model(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     tokenizer = make_byte_level()
     size = max(tokenizer.get_vocab().values()) + 1
     torch.manual_seed(0)
@@ -54,4 +59,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**BYTE_LEVEL_CONFIG, "chat_template": CHAT_TEMPLATE})
     )
-    return folder

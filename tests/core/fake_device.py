@@ -58,6 +58,7 @@ class FakeDevice:
         self.rows: dict[int, Row] = {}
         self.fail_rows: set[int] = set()
         self.computed_tokens = 0
+        self.written: set[int] = set()  # slots, by the newest step
 
     def launch(self, output: SchedulerOutput) -> StepResult:
         size = self.config.block_size
@@ -71,6 +72,7 @@ class FakeDevice:
             )
         for new in output.new_rows:
             assert new.row not in self.rows, "a row is taken twice"
+            assert new.num_computed_tokens < len(new.token_ids), "nothing is left to compute"
             params = new.sampling_params
             # Two tokens may end a beam here at the most.
             count = params.num_sequences + 2 if params.use_beam_search else 0
@@ -87,7 +89,7 @@ class FakeDevice:
         for source, destination in output.block_copies:
             for offset in range(size):
                 self.kv[destination * size + offset] = self.kv[source * size + offset]
-        written: set[int] = set()
+        written = self.written = set()
         for scheduled in output.scheduled_rows:  # every KV is written before any token attends
             row = self.rows[scheduled.row]
             assert scheduled.num_tokens > 0

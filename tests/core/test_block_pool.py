@@ -96,6 +96,20 @@ def test_a_fenced_block_can_be_shared_again_and_is_then_not_freed() -> None:
     assert pool.check_integrity([table]) == []
 
 
+def test_a_block_that_was_fenced_twice_is_free_once_after_the_later_step() -> None:
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(1)
+    pool.register(blocks[0], b"key")
+    pool.release(blocks, 1)
+    pool.share(pool.match([b"key"]))
+    pool.release(blocks, 2)
+    pool.complete_step(1)
+    assert (pool.num_free, pool.num_fenced) == (1, 1)
+    pool.complete_step(2)
+    assert (pool.num_free, pool.num_fenced) == (2, 0)
+    assert pool.check_integrity() == []
+
+
 def test_without_prefix_caching_nothing_matches() -> None:
     pool = BlockPool(3, 2, enable_prefix_caching=False)
     key = block_hash(ROOT, [1, 2])

@@ -262,6 +262,24 @@ def test_priority_goes_before_arrival() -> None:
     assert low.sequences[0].status is RequestStatus.WAITING
 
 
+def test_a_more_urgent_sequence_is_never_preempted() -> None:
+    # While its long prompt is computed bit by bit, the lax one's output takes the last blocks.
+    scheduler = make(scheduling_policy="priority", num_blocks=7, long_prefill_token_threshold=1)
+    urgent = request("urgent", [1] * 12, priority=0, max_tokens=4)
+    lax = request("lax", [2] * 2, priority=1, max_tokens=20)
+    device = FakeDevice(scheduler.config)
+    scheduler.add(lax)
+    for _ in range(10):
+        output = scheduler.schedule()
+        assert output is not None
+        scheduler.update(device.launch(output))
+    scheduler.add(urgent)
+    run(scheduler, device)
+    assert scheduler.stats.num_preemptions > 0
+    assert urgent.sequences[0].num_preemptions == 0
+    assert [item.sequences[0].finish_reason for item in (urgent, lax)] == [FinishReason.LENGTH] * 2
+
+
 def test_a_prompt_with_nothing_to_generate_ends_when_it_is_computed() -> None:
     scheduler = make(max_model_len=40)
     device = FakeDevice(scheduler.config)
@@ -325,6 +343,23 @@ def test_beams_share_the_prompt_and_copy_what_they_write() -> None:
         ends=frozenset(), length_penalty=1.0, early_stopping=False,
     )  # fmt: skip
     assert [seq.token_ids[18:] for seq in item.sequences] == [ids for ids, _ in expected]
+
+
+def test_a_request_may_ask_that_the_cache_is_not_read() -> None:
+    scheduler = make()
+    device = FakeDevice(scheduler.config)
+    prompt = [1] * 12
+    scheduler.add(request("first", prompt))
+    run(scheduler, device)
+    for asks, hits in (
+        ({"skip_reading_prefix_cache": True}, 0),
+        ({"prompt_logprobs": 0}, 0),
+        ({}, 8),
+    ):
+        item = request("later", prompt, **asks)
+        scheduler.add(item)
+        run(scheduler, device)
+        assert item.sequences[0].num_cached_tokens == hits
 
 
 def test_a_resumed_sequence_is_protected_until_it_gains_a_block() -> None:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import wait_for
+from tests.cli.command import Serve, processes_of_group_of, wait_for
 from tests.e2e.server import RunningServer
-from trident_client import ServerError
+from trident_client import ServerError, TridentError
 from trident_llm.cli.repository import write_repository
 
 pytestmark = pytest.mark.e2e
 
 
-def test_an_engine_that_died_comes_back(tmp_path: Path, tiny_model: Path) -> None:
-    settings = {"model": str(tiny_model), "dtype": "float32", "num_blocks": 40}
-    write_repository(tmp_path / "models", "llm", settings)
-    version = tmp_path / "models" / "llm" / "1"
+GREEDY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def failing_repository(folder: Path, model: Path, **settings: object) -> Path:
+    """A repository whose model has the faults of ``failing_model``; its version folder."""
+    values = {"model": str(model), "dtype": "float32", "num_blocks": 40, **settings}
+    write_repository(folder / "models", "llm", values)
+    version = folder / "models" / "llm" / "1"
     shutil.copy(Path(__file__).parent / "failing_model" / "model.py", version)
+    return version
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_an_engine_that_died_comes_back(tmp_path: Path, tiny_model: Path) -> None:
+    version = failing_repository(tmp_path, tiny_model)
     with RunningServer(
         tmp_path, f"--model-repository={tmp_path / 'models'}", "--no-self-check"
     ) as server, server.client(retries=0) as client:  # fmt: skip
@@ -35,3 +50,89 @@ def test_an_engine_that_died_comes_back(tmp_path: Path, tiny_model: Path) -> Non
         again = client.generate("hello", max_tokens=4, temperature=0, ignore_eos=True)
         assert again.text == expected
         assert server.idle_stats()["num_requests"] == 0
+
+
+def test_a_bad_step_and_a_bad_row_take_only_their_own_request(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    version = failing_repository(tmp_path, tiny_model)
+    with RunningServer(
+        tmp_path, f"--model-repository={tmp_path / 'models'}", "--no-self-check"
+    ) as server, server.client(retries=0) as client:  # fmt: skip
+        expected = client.generate("hello", **GREEDY).text
+        for fault, said in (("once", "a step failed"), ("nan", "was not finite")):
+            (version / fault).touch()
+            with pytest.raises(ServerError, match=said) as caught:
+                client.generate("hello", **GREEDY)
+            assert caught.value.code == "INTERNAL"
+            assert client.generate("hello", **GREEDY).text == expected
+        assert "restarting" not in server.log
+        assert server.idle_stats()["num_requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("hanging", "error: the engine has made no progress for 1 s"),
+        ("unsendable", "error: the end of a request could not be told to the server"),
+    ],
+)
+def test_what_cannot_go_on_is_restarted(
+    tmp_path: Path, tiny_model: Path, fault: str, told: str
+) -> None:
+    version = failing_repository(tmp_path, tiny_model, watchdog_seconds=1)
+    with RunningServer(
+        tmp_path, f"--model-repository={tmp_path / 'models'}", "--no-self-check"
+    ) as server, server.client(retries=0) as client:  # fmt: skip
+        expected = client.generate("hello", **GREEDY).text
+        (version / fault).touch()
+        if fault == "hanging":
+            with pytest.raises(ServerError, match="made no progress") as caught:
+                client.generate("hello", **GREEDY)
+            assert caught.value.code == "INTERNAL"
+            (version / fault).unlink()
+        else:
+            stream = client.stream("hello", **GREEDY)  # nothing will ever come of it
+        wait_for(lambda: "ready again after" in server.log, "the server is restarted")
+        assert told in server.log
+        if fault != "hanging":
+            with pytest.raises(TridentError):
+                stream.result()
+        assert client.generate("hello", **GREEDY).text == expected
+        assert server.idle_stats()["num_requests"] == 0
+
+
+def test_a_killed_stub_is_replaced_and_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    before = shared_memory()
+    with RunningServer(
+        tmp_path, f"--model={tiny_model}", "--dtype=float32", "--no-self-check", "--num-blocks=40"
+    ) as server, server.client(retries=0) as client:  # fmt: skip
+        expected = client.generate("hello", **GREEDY).text
+        grammar = {"structured_outputs": {"regex": "a+"}, "max_tokens": 3}
+        assert set(client.generate("hello", **grammar).text) <= {"a"}
+        old = processes_of_group_of(server._serve.server())
+        assert len(old) >= 2
+        stream = client.stream("hello", max_tokens=200, ignore_eos=True)
+        next(stream)
+        os.kill(server._serve.stub(), signal.SIGKILL)
+        with pytest.raises(TridentError):
+            stream.result()
+        wait_for(lambda: "ready again after" in server.log, "the server is restarted")
+        assert "the process that runs the model has died" in server.log
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in old), "no orphan")
+        assert client.generate("hello", **GREEDY).text == expected
+    assert shared_memory() <= before
+
+
+def test_a_truncated_file_of_weights_fails_the_load_in_one_sentence(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with Serve(tmp_path, f"--model={model}", "--no-self-check") as serve:
+        assert serve.wait_for_end() == 1
+        last = serve.err.splitlines()[-1]
+        assert last.startswith("error: ") and weights.name in last
+        assert "Traceback" not in serve.err
+        assert serve.left_behind() == []

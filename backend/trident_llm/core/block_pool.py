@@ -250,6 +250,13 @@ class BlockPool:
             del self._by_hash[block.block_hash]
             block.block_hash = None
 
+    def forget_hashes(self, hashes: Iterable[bytes]) -> None:
+        """No block with one of these can be matched any more, whoever holds it."""
+        for key in hashes:
+            block = self._by_hash.get(key)
+            if block is not None:
+                self.forget(block)
+
     def reset_prefix_cache(self) -> None:
         """Forgets every cached block; held ones stay with their sequences."""
         for block in list(self._by_hash.values()):

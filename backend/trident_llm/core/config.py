@@ -75,6 +75,9 @@ class EngineConfig:
     cuda_graphs: bool = _setting(
         False, "on a GPU: replay decode steps from CUDA graphs, which were recorded at load"
     )
+    watchdog_seconds: float = _setting(
+        120.0, "how long the engine may make no progress before it counts as stuck"
+    )
     tensor_parallel_size: int = _setting(1, "devices that share one model; only 1 is supported")
     quantization: Literal["int8"] | None = _setting(
         None, "int8: linear layers in 8 bits, on CPUs with AVX-512 VNNI; default: as dtype says"
@@ -99,6 +102,8 @@ class EngineConfig:
             raise ConfigError("max_logprobs must be between 0 and 100")
         if not 0.0 <= self.drain_seconds <= 600.0:
             raise ConfigError("drain_seconds must be between 0 and 600")
+        if not 0.1 <= self.watchdog_seconds <= 86400.0:
+            raise ConfigError("watchdog_seconds must be between 0.1 and 86400")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 "tensor_parallel_size must be 1: one device per instance is supported"

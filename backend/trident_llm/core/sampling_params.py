@@ -317,11 +317,13 @@ def check_against_model(
     max_logprobs: int,
     block_size: int,
     num_blocks: int,
+    prompt_field: str = "text_input",
 ) -> SamplingParams:
     """``params`` with ``max_tokens`` resolved, once everything that needs the model is checked.
 
     Args:
         num_blocks: KV blocks of the pool, block 0 included, which holds nothing.
+        prompt_field: the input that the prompt came in.
 
     Raises:
         RequestError: INVALID_ARG naming the field at fault.
@@ -329,7 +331,7 @@ def check_against_model(
     if num_prompt_tokens + (params.max_tokens != 0) > max_model_len:
         output = "" if params.max_tokens == 0 else "with at least one output token "
         raise invalid(
-            "text_input",
+            prompt_field,
             f"has {num_prompt_tokens} tokens; {output}it must fit max_model_len, which is "
             f"{max_model_len}",
         )

@@ -477,8 +477,8 @@ class Scheduler:
     def _fail(self, leader: Sequence, row: SampledRow) -> SequenceUpdate:
         """Nothing could be sampled. After logits that were not finite nothing written stays cached."""
         for seq in group_of(leader):
-            for block in seq.blocks if row.failed else ():
-                self.pool.forget(block)
+            if row.failed:  # also what it wrote and then lost to a preemption
+                self.pool.forget_hashes(seq.block_hashes)
             self.finish(seq, FinishReason.ERROR, None if row.failed else NOTHING_ALLOWED)
         return SequenceUpdate(leader, [], None)
 

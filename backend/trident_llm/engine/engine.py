@@ -86,6 +86,7 @@ class Engine:
         self._active: dict[str, ActiveRequest] = {}
         self._ended: list[RequestOutput] = []  # outputs made outside a step's results
         self._failed_steps = 0
+        self.num_moves = 0  # steps launched, settled or failed: it gets on as long as this grows
 
     def add(
         self,
@@ -145,6 +146,7 @@ class Engine:
             if self._launched and (len(self._launched) > self._depth or not launched):
                 outputs = self._settle(self._executor.collect(self._launched.popleft()))
                 self._failed_steps = 0
+                self.num_moves += 1
         except Exception:  # whatever the device throws must not take other requests with it
             logger.exception("a step failed")
             self._recover()
@@ -165,6 +167,7 @@ class Engine:
                 times = self._active[seq.request.request_id].times
                 times.first_scheduled = times.first_scheduled or now
         self._launched.append(self._executor.launch(output, self._token_mask()))
+        self.num_moves += 1
         return True
 
     def _token_mask(self) -> TokenMask | None:
@@ -227,6 +230,7 @@ class Engine:
     def _recover(self) -> None:
         """After a failed step: its requests end with INTERNAL, the others go on."""
         self._launched.clear()
+        self.num_moves += 1
         for request in self.scheduler.fail_in_flight():
             self.abort(request.request_id, INTERNAL_STEP)
         self._failed_steps += 1

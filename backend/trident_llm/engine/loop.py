@@ -81,7 +81,7 @@ class EngineLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="trident-engine", daemon=True)
         self.dead = False
-        self.last_progress = time.monotonic()  # when the loop last came round
+        self._last_progress = time.monotonic()  # when it last got on, or had nothing to do
         self.integrity_failures = 0
 
     def start(self) -> None:
@@ -107,10 +107,15 @@ class EngineLoop:
     def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
         self._inbox.put(_Abort(request_id, error))
 
-    def stop(self) -> None:
-        """Ends what is left with UNAVAILABLE and joins the thread."""
+    @property
+    def seconds_without_progress(self) -> float:
+        """For how long there has been work, and no step was launched or settled."""
+        return time.monotonic() - self._last_progress if self._thread.is_alive() else 0.0
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends what is left with UNAVAILABLE and joins the thread, ``timeout`` seconds at most."""
         self._inbox.put(_Stop())
-        self._thread.join()
+        self._thread.join(timeout)
 
     def call(self, function: Callable[[Engine], Any], timeout: float = 10.0) -> Any:
         """The value of ``function(engine)``, computed between two steps.
@@ -135,9 +140,10 @@ class EngineLoop:
         self._ready.set()
         while not self._stopping:
             self._take_commands(engine)
-            self.last_progress = time.monotonic()
             if self._stopping or not engine.has_work:
+                self._last_progress = time.monotonic()
                 continue
+            moves = engine.num_moves
             try:
                 outputs = engine.step()
             except EngineDeadError:
@@ -146,6 +152,8 @@ class EngineLoop:
                 self._on_outputs(engine.take_ended())
                 self._on_dead()
                 continue
+            if outputs or engine.num_moves > moves:
+                self._last_progress = time.monotonic()
             if outputs:
                 self._on_outputs(outputs)
         engine.abort_all(LEAVING)

@@ -163,6 +163,7 @@ class Intake:
             max_logprobs=facts.max_logprobs,
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
+            prompt_field=parsed.prompt_field,
         )
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -190,13 +191,14 @@ class Intake:
 
     def _encode(self, parsed: ParsedRequest) -> list[int]:
         """The prompt's token ids, at least one, all in the vocabulary."""
+        field = parsed.prompt_field
         if parsed.chat is not None:
-            field, ids = "chat", self._encode_chat(parsed.chat)
+            ids = self._encode_chat(parsed.chat)
         elif parsed.prompt_text is not None:
-            field, ids = "text_input", self._encode_text(parsed.prompt_text)
+            ids = self._encode_text(parsed.prompt_text)
         else:
             assert parsed.prompt_ids is not None
-            field, ids = "input_ids", parsed.prompt_ids
+            ids = parsed.prompt_ids
             if any(not 0 <= token_id < self._facts.vocab_size for token_id in ids):
                 raise invalid(field, f"must hold ids from 0 to {self._facts.vocab_size - 1}")
         if not ids:

@@ -37,6 +37,7 @@ from trident_llm.serving.settings import (
     reports_metrics,
 )
 from trident_llm.serving.watch import ServerWatch, parent_endpoint
+from trident_llm.serving.watchdog import Watchdog
 from trident_llm.text.grammar.backend import Vocabulary
 from trident_llm.text.grammar.compiler import GrammarCompiler
 from trident_llm.text.messages import ChatTemplateError
@@ -46,6 +47,17 @@ logger = logging.getLogger("trident")
 
 # Threads hand the interpreter over sooner than by default (5 ms), so that sends are not held up.
 SWITCH_INTERVAL_SECONDS = 0.0005
+# How long the engine's thread, if it hangs, may hold up the end of the process.
+STUCK_JOIN_SECONDS = 2.0
+_STUCK = RequestError(
+    ErrorCode.UNAVAILABLE, "engine", "makes no progress; restart the server if that stays so"
+)
+_GIVEN_UP = RequestError(
+    ErrorCode.INTERNAL, "engine", "made no progress for too long; send the request again"
+)
+_BROKEN = RequestError(
+    ErrorCode.UNAVAILABLE, "server", "could not end an earlier request; restart the server"
+)
 _UNREADABLE = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
 
 
@@ -126,7 +138,9 @@ class TritonPythonModel:
             self._watch,
             self._drain.start,
             self._metrics,
+            lambda: self._tell_of_fault("the end of a request could not be told to the server"),
         )
+        self._watchdog = Watchdog(self._loop, self._config.watchdog_seconds, self._engine_stuck)
         limits = self._engine.config
         self._admission = Admission(
             self._config.admission, limits.max_waiting, self._num_waiting, self._leaving
@@ -159,6 +173,7 @@ class TritonPythonModel:
         self._intake.start()
         self._responder.start()
         self._watch.start()
+        self._watchdog.start()
         self._progress.end()
 
     def _create_metrics(self, args: dict[str, str]) -> Metrics | None:
@@ -218,6 +233,8 @@ class TritonPythonModel:
                 self._responder.answer(handle, _UNREADABLE)
 
     def _take_in(self, handle: RequestHandle, request: Any) -> None:
+        if self._watchdog.stuck or self._responder.broken:
+            raise _STUCK if self._watchdog.stuck else _BROKEN
         raw = _copy_inputs(request)
         timeout = request_timeout(raw)
         if timeout is not None:
@@ -234,12 +251,24 @@ class TritonPythonModel:
 
     def _engine_died(self) -> None:
         """Runs on the engine's thread."""
-        threading.Thread(target=self._tell_of_death, name="trident-fault", daemon=True).start()
+        self._tell_of_fault("the engine has failed and computes nothing")
 
-    def _tell_of_death(self) -> None:
-        # A restart ends the server at once; before it those who wait get their errors.
-        self._responder.wait_idle(5.0)
-        self._progress.fault("the engine has failed and computes nothing")
+    def _engine_stuck(self) -> None:
+        """Runs on the watchdog's thread."""
+        self._responder.end_all(_GIVEN_UP)
+        self._tell_of_fault(
+            f"the engine has made no progress for {self._config.watchdog_seconds:g} s"
+        )
+
+    def _tell_of_fault(self, text: str) -> None:
+        """Tells whoever started the server that it must be restarted."""
+
+        def tell() -> None:
+            # A restart ends the server at once; before it those who wait get their errors.
+            self._responder.wait_idle(5.0)
+            self._progress.fault(text)
+
+        threading.Thread(target=tell, name="trident-fault", daemon=True).start()
 
     def _num_waiting(self) -> int:
         return (
@@ -251,7 +280,10 @@ class TritonPythonModel:
         self._leaving.set()
         if not self._responder.wait_idle(self._config.drain_seconds):
             self._grammars.close()
-            self._loop.call(lambda engine: engine.abort_all(LEAVING))
+            try:
+                self._loop.call(lambda engine: engine.abort_all(LEAVING), timeout=2.0)
+            except RequestError:  # the engine hangs
+                self._responder.end_all(LEAVING)
             self._responder.wait_idle(5.0)
 
     def finalize(self) -> None:
@@ -262,14 +294,19 @@ class TritonPythonModel:
             self._drain.join()
         self._grammars.close()
         self._intake.stop()
-        self._loop.stop()
+        self._loop.stop(STUCK_JOIN_SECONDS if self._watchdog.stuck else None)
+        self._watchdog.stop()
         self._responder.stop()
         if self._metrics is not None:
             self._metrics.drop()
 
     def is_ready(self) -> bool:
         """Whether the engine computes; asked by servers that know this hook."""
-        return not (self._loop.dead or self._responder.broken or self._leaving.is_set())
+        return self._healthy and not self._leaving.is_set()
+
+    @property
+    def _healthy(self) -> bool:
+        return not (self._loop.dead or self._responder.broken or self._watchdog.stuck)
 
     def _state(self) -> EngineState:
         """Read from another thread than the engine's: each number is right, if not all at once."""
@@ -282,7 +319,7 @@ class TritonPythonModel:
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            healthy=not (self._loop.dead or self._responder.broken),
+            healthy=self._healthy,
         )
 
     def _stats(self) -> dict[str, Any]:

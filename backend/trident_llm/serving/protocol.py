@@ -112,6 +112,13 @@ class ParsedRequest:
     shows_logprobs: bool  # the caller asked sampling for them, not only for their sum
     returns: frozenset[str]  # gated outputs that were asked for
 
+    @property
+    def prompt_field(self) -> str:
+        """The input that the prompt came in."""
+        if self.chat is not None:
+            return "chat"
+        return "input_ids" if self.prompt_text is None else "text_input"
+
 
 def _scalar(raw: RawRequest, name: str) -> Any:
     """The single element of an input, or None if it was not sent."""
@@ -241,6 +248,8 @@ def _chat(raw: RawRequest) -> dict[str, Any] | None:
         raise invalid("chat.messages", f"must be a list of 1 to {MAX_MESSAGES} messages")
     if chat.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("chat.tool_choice", 'must be "auto" or "none"')
+    if not isinstance(chat.get("chat_template_kwargs") or {}, dict):
+        raise invalid("chat.chat_template_kwargs", "must be a JSON object")
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in chat and not isinstance(chat[name], bool):
             raise invalid(f"chat.{name}", "must be true or false")

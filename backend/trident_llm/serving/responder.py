@@ -85,6 +85,7 @@ class Responder:
         watch: asked while requests are in flight whether the server leaves.
         leave: called once when it does; must not block.
         metrics: None on a server that keeps none.
+        on_broken: called once when a final flag could not be sent; must not block.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Responder:
         watch: ServerWatch,
         leave: Callable[[], None],
         metrics: Metrics | None = None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_broken = on_broken
         self._abort = abort
         self._watch = watch
         self._leave = leave
@@ -155,6 +158,15 @@ class Responder:
             self._answers.append((handle, answer))
             self._changed.notify()
 
+    def end_all(self, error: RequestError) -> None:
+        """Ends every request with ``error`` without the engine, which may hang."""
+        with self._changed:
+            for handle in self._active.values():
+                handle.abort_error = error
+                self._answers.append((handle, error))
+                self._abort(handle.request_id, error)
+            self._changed.notify()
+
     @property
     def num_active(self) -> int:
         """Requests that have not got their final flag."""
@@ -197,6 +209,8 @@ class Responder:
                 next_tick = time.monotonic() + TICK_SECONDS
 
     def _send_answer(self, handle: RequestHandle, answer: Tensors | RequestError) -> None:
+        if handle.sender is None:
+            return  # it was ended while this answer was made
         if isinstance(answer, RequestError):
             self._send_error(handle, answer)
         else:
@@ -259,7 +273,9 @@ class Responder:
             handle.sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception:
             logger.exception("a final flag could not be sent; the request pins the model")
-            self.broken = True
+            if not self.broken:
+                self.broken = True
+                self._on_broken()
 
     # ---- what only may be asked or told while a request is without its final flag ---------------
 
