@@ -119,6 +119,7 @@ def run_level(tool: Tool, url: str, model: str, load: Load, shape: Shape) -> exp
         if profile.exists() and profile.stat().st_size == 0:
             # Seen now and then on a crowded machine; why is not known.
             report.say(f"perf_analyzer succeeded but exported nothing; once more. It said:\n{said}")
+            profile.unlink()  # it refuses a file that is there
             said = _run(tool, command, load)
         try:
             (experiment,) = export.read(profile)

@@ -11,7 +11,9 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TridentError, OSError) as error:
+        if _interrupt.taken:
+            return 130
         print(f"trident-client: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+class _Interrupt:
+    """Ctrl-C: cancels what is streaming and raises KeyboardInterrupt.
+
+    Python drops the exception where it cannot be passed on, such as in a finalizer that happens to
+    run; the cancelled stream then ends the command all the same.
+    """
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._stream: Stream | None = None
+
+    def watch(self, stream: Stream) -> None:
+        """From here on Ctrl-C ends this stream."""
+        self._stream = stream
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        self.taken = True
+        if self._stream is not None:
+            self._stream.cancel()
+        raise KeyboardInterrupt
+
+
+_interrupt = _Interrupt()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,6 +191,7 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _show(stream: Stream) -> str:
     """Print the first sequence as it comes; gives its whole text."""
+    _interrupt.watch(stream)
     with stream:
         texts = []
         for delta in stream:
