@@ -75,7 +75,11 @@ def result(
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
         "versions": {"python": platform.python_version()} | versions(),
-        "settings": dict(settings),
+        "settings": {
+            # Of a model the name, not where this machine keeps it.
+            name: Path(value).name if name == "model" else value
+            for name, value in settings.items()
+        },
         **content,
     }
 
