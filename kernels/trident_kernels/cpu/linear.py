@@ -33,9 +33,9 @@ from trident_kernels.cpu.simd import (
 from trident_kernels.cpu.tile import MAX_ROWS, multiply_rows, shifted_words
 
 PANEL = 4  # vectors: 64 outputs
-_COLUMNS = PANEL * LANES
-_SCRATCH = MAX_ROWS * _COLUMNS
-_ROW_CHUNK = 96  # rows whose inputs stay in the second-level cache while the weight passes by
+COLUMNS = PANEL * LANES
+_SCRATCH = MAX_ROWS * COLUMNS
+ROW_CHUNK = 96  # rows whose inputs stay in the second-level cache while the weight passes by
 
 
 def can_multiply(weight: Tensor) -> bool:
@@ -44,20 +44,25 @@ def can_multiply(weight: Tensor) -> bool:
     return weight.is_cpu and weight.dtype is torch.bfloat16 and whole and native_bf16_dot()
 
 
+def pack_bias(bias: Tensor | None, out_features: int) -> Tensor:
+    """Bias [out] or None -> float32, filled up to a multiple of 16 with 0."""
+    packed = memory.zeros((-(-out_features // LANES) * LANES,), torch.float32)
+    if bias is not None:
+        packed[:out_features] = bias
+    return packed
+
+
 def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weight [out, in] bfloat16 -> packed words, int32; bias [out] or None -> float32.
+    """Weight [out, in] bfloat16 -> packed words, int32; and the packed bias.
 
     Outputs are filled up to a multiple of 16 with 0.
     """
-    out_features, in_features = weight.shape
-    depth, columns = in_features // 2, -(-out_features // LANES) * LANES
+    packed_bias = pack_bias(bias, weight.shape[0])
+    depth, columns = weight.shape[1] // 2, len(packed_bias)
     words = weight.detach().contiguous().view(torch.int32)
     packed = memory.zeros((columns * depth,), torch.int32)
-    packed_bias = torch.zeros(columns)
-    if bias is not None:
-        packed_bias[:out_features] = bias
-    for first in range(0, columns, _COLUMNS):
-        width = min(_COLUMNS, columns - first)
+    for first in range(0, columns, COLUMNS):
+        width = min(COLUMNS, columns - first)
         panel = packed[first * depth :][: width * depth].view(depth, width)
         rows = words[first : first + width]
         panel[:, : len(rows)] = rows.t()
@@ -77,11 +82,11 @@ def _columns(
         inputs = shifted_words(x, first * x_stride)
         multiply_rows(
             vectors, last - first, inputs, x_stride, weight, weight_stride, depth, scratch,
-            _COLUMNS, None,
+            COLUMNS, None,
         )  # fmt: skip
         for row in range(first, last):
             for v in range(vectors):
-                product = load16(scratch, (row - first) * _COLUMNS + v * LANES)
+                product = load16(scratch, (row - first) * COLUMNS + v * LANES)
                 result = add(product, load16(bias, v * LANES))
                 store16(out, row * out_stride + v * LANES, result)
 
@@ -133,8 +138,8 @@ def _linear(
         scratch = stack_f32(_SCRATCH)
         first, last = vectors * t // threads, vectors * (t + 1) // threads
         out_stride = vectors * LANES
-        for row in range(0, rows, _ROW_CHUNK):
-            count = min(_ROW_CHUNK, rows - row)
+        for row in range(0, rows, ROW_CHUNK):
+            count = min(ROW_CHUNK, rows - row)
             inputs = shifted_words(as_bf16(x), row * x_stride)
             results = shifted(as_bf16(out), row * out_stride)
             data = (inputs, as_bf16(weight), as_f32(bias), results)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trident_kernels import memory
 from trident_kernels.cpu.jit import device, kernel
+from trident_kernels.cpu.linear import COLUMNS, PANEL, ROW_CHUNK, pack_bias
 from trident_kernels.cpu.simd import (
     LANES,
     Ptr,
@@ -47,10 +48,7 @@ from trident_kernels.cpu.tile_int8 import (
     store_bytes,
 )
 
-PANEL = 4  # vectors: 64 outputs
-_COLUMNS = PANEL * LANES
-_SCRATCH = MAX_ROWS * _COLUMNS
-_ROW_CHUNK = 96  # rows whose inputs stay in the second-level cache while the weight passes by
+_SCRATCH = MAX_ROWS * COLUMNS
 _FEW = 3  # rows up to which a tile is four vectors wide, so that sums do not wait for each other
 
 
@@ -67,18 +65,15 @@ def can_multiply(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weight [out, in] -> packed words, int32; bias [out] or None -> float32.
+    """Weight [out, in] -> packed words, int32; and the packed bias.
 
     Outputs are filled up to a multiple of 16 with 0.
     """
-    out_features, in_features = weight.shape
-    groups, columns = in_features // GROUP, -(-out_features // LANES) * LANES
+    packed_bias = pack_bias(bias, weight.shape[0])
+    groups, columns = weight.shape[1] // GROUP, len(packed_bias)
     packed = memory.zeros((columns * groups * BLOCK,), torch.int32)
-    packed_bias = memory.zeros((columns,), torch.float32)
-    if bias is not None:
-        packed_bias[:out_features] = bias
-    for first in range(0, columns, _COLUMNS):
-        width = min(_COLUMNS, columns - first)
+    for first in range(0, columns, COLUMNS):
+        width = min(COLUMNS, columns - first)
         rows = weight[first : first + width].detach().float().view(-1, groups, GROUP)
         scales = rows.abs().amax(dim=2) / 127
         steps = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2)).round_()
@@ -160,11 +155,11 @@ def _columns(
         multiply_int8(
             vectors, last - first, shifted(x, first * words), words,
             shifted(scales, first * groups), shifted(starts, first * groups), groups,
-            weight, weight_stride, scratch, _COLUMNS,
+            weight, weight_stride, scratch, COLUMNS,
         )  # fmt: skip
         for row in range(first, last):
             for v in range(vectors):
-                product = load16(scratch, (row - first) * _COLUMNS + v * LANES)
+                product = load16(scratch, (row - first) * COLUMNS + v * LANES)
                 result = add(product, load16(bias, v * LANES))
                 store16(out, row * out_stride + v * LANES, result)
 
@@ -219,8 +214,8 @@ def _linear_int8(
         scratch = stack_f32(_SCRATCH)
         columns = vectors * LANES
         span = (vectors * t // threads, vectors * (t + 1) // threads, vectors)
-        for row in range(0, rows, _ROW_CHUNK):
-            count = min(_ROW_CHUNK, rows - row)
+        for row in range(0, rows, ROW_CHUNK):
+            count = min(ROW_CHUNK, rows - row)
             at = row * groups
             inputs = shifted(as_i32(x), at * (GROUP // 4))
             factors, begins = shifted(as_f32(scales), at), shifted(as_i32(starts), at)

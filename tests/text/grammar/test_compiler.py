@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.text.grammar.walks import allowed_ids, compile_here
-from trident_llm.core.errors import ConfigError, ErrorCode, RequestError
+from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.text.grammar import backend as grammar_backend
 from trident_llm.text.grammar import compiler as grammar_compiler
 from trident_llm.text.grammar import matcher as grammar_matcher
@@ -84,7 +85,7 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(
         BYTES, limits=GrammarLimits(seconds=1, real_seconds=300, memory_bytes=4 * 2**30)
     )
-    compiler.start()
+    compiler.compile(regex(0))
     yield compiler
     pid = compiler.worker_pid
     compiler.close()
@@ -426,7 +427,7 @@ def test_a_worker_that_dies_while_it_works_is_an_error_of_ours(compiler: Grammar
 
 def test_closing_ends_the_worker_also_in_the_middle_of_work() -> None:
     compiler = GrammarCompiler(BYTES, limits=GrammarLimits(seconds=60, real_seconds=60))
-    compiler.start()
+    compiler.compile(regex(0))
     pid = compiler.worker_pid
     assert pid is not None
     errors: list[RequestError] = []
@@ -454,10 +455,10 @@ def test_closing_ends_the_worker_also_in_the_middle_of_work() -> None:
 def test_the_worker_ends_with_the_process_that_started_it() -> None:
     program = (
         "import os, sys, threading, time\n"
-        "from tests.text.grammar.test_compiler import BYTES, SLOW, children_of\n"
+        "from tests.text.grammar.test_compiler import BYTES, SLOW, children_of, regex\n"
         "from trident_llm.text.grammar.compiler import GrammarCompiler, GrammarLimits\n"
         "compiler = GrammarCompiler(BYTES, limits=GrammarLimits(seconds=60, real_seconds=60))\n"
-        "compiler.start()\n"
+        "compiler.compile(regex(0))\n"
         "threading.Thread(target=compiler.compile, args=(SLOW,), daemon=True).start()\n"
         "while not (children := children_of(compiler.worker_pid)):\n"
         "    pass\n"
@@ -480,14 +481,20 @@ def test_the_worker_ends_with_the_process_that_started_it() -> None:
         wait_until_gone(pid)
 
 
-def test_an_interpreter_that_does_not_work_is_named() -> None:
-    for path in (Path("/nowhere/python3"), Path("/bin/false")):
+def test_an_interpreter_that_does_not_work_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trident"), "propagate", True)
+    for path, reason in (
+        (Path("/nowhere/python3"), "/nowhere/python3 does not run"),
+        (Path("/bin/false"), "process"),
+    ):
+        caplog.clear()
         compiler = GrammarCompiler(BYTES, interpreter=path)
-        with pytest.raises(ConfigError, match="does not start"):
-            compiler.start()
         with pytest.raises(RequestError) as caught:
             compiler.compile(regex(1))
         assert caught.value.code is ErrorCode.INTERNAL
+        assert reason in caplog.text
         compiler.close()
 
 
@@ -495,7 +502,6 @@ def test_without_the_library_requests_are_refused_by_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(grammar_backend, "is_installed", lambda: False)
     monkeypatch.setattr(grammar_compiler, "is_installed", lambda: False)
     compiler = GrammarCompiler(BYTES)
-    compiler.start()  # the engine starts all the same
     with pytest.raises(RequestError, match="xgrammar") as caught:
         compiler.compile(regex(1))
     assert caught.value.code is ErrorCode.INVALID_ARG
@@ -504,7 +510,6 @@ def test_without_the_library_requests_are_refused_by_name(monkeypatch: pytest.Mo
 
 def test_a_tokenizer_without_bytes_is_refused_by_name() -> None:
     compiler = GrammarCompiler(None)
-    compiler.start()
     with pytest.raises(RequestError, match="tokenizer") as caught:
         compiler.compile(regex(1))
     assert caught.value.code is ErrorCode.INVALID_ARG

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -26,12 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trident_llm.core.errors import ConfigError, ErrorCode, RequestError, invalid
+from trident_llm.core.errors import ErrorCode, RequestError, invalid
 from trident_llm.core.machine import find_interpreter
 from trident_llm.text.grammar.backend import Backend, Vocabulary, is_installed
 from trident_llm.text.grammar.matcher import CompiledGrammar
 from trident_llm.text.grammar.spec import GrammarSpec
 from trident_llm.text.grammar.worker import encode_frame, frame_size
+
+_log = logging.getLogger("trident")
 
 FIELD = "sampling_parameters.structured_outputs"
 _MAX_REFUSED = 64  # refused grammars that are remembered
@@ -185,7 +188,7 @@ class GrammarCompiler:
         interpreter: Path | None = None,
         limits: GrammarLimits | None = None,
     ) -> None:
-        """Cheap: nothing is started before `start` or the first `compile`.
+        """Cheap: nothing is started before the first `compile`, which then takes seconds.
 
         vocabulary: None where the tokenizer's tokens have no bytes of their own; such a model's
         requests are refused. interpreter: runs the worker; None: the one
@@ -233,25 +236,6 @@ class GrammarCompiler:
             return True
         with self._lock:
             return self._closed or spec in self._kept or spec in self._refused
-
-    def start(self) -> None:
-        """Load the library and start the worker, so that the first request need not wait for it.
-
-        Takes seconds; does nothing where grammars are not available.
-
-        Raises:
-            ConfigError: the worker does not start.
-        """
-        if self.why_unavailable is not None:
-            return
-        with self._turn:
-            try:
-                self._ready()
-            except WorkerError as error:
-                raise ConfigError(
-                    f"the process that compiles grammars does not start ({error}); install trident-llm "
-                    "and xgrammar for that interpreter, or uninstall xgrammar to go without"
-                ) from error
 
     def compile(self, spec: GrammarSpec, *, field: str = FIELD) -> CompiledGrammar:
         """Return the compiled grammar, from the cache where it is there.
@@ -328,6 +312,8 @@ class GrammarCompiler:
                 closed = self._closed
             if failed is not None:
                 failed.kill()
+            if not closed:
+                _log.error("the process that compiles grammars failed: %s", error)
             if closed:
                 raise RequestError(
                     ErrorCode.UNAVAILABLE, "queue", "the server is shutting down"
