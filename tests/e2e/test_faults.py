@@ -73,14 +73,14 @@ def test_a_bad_step_and_a_bad_row_take_only_their_own_request(
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("hanging", "error: the engine has made no progress for 1 s"),
+        ("hanging", "error: the engine has made no progress for 3 s"),
         ("unsendable", "error: the end of a request could not be told to the server"),
     ],
 )
 def test_what_cannot_go_on_is_restarted(
     tmp_path: Path, tiny_model: Path, fault: str, told: str
 ) -> None:
-    version = failing_repository(tmp_path, tiny_model, watchdog_seconds=1)
+    version = failing_repository(tmp_path, tiny_model, watchdog_seconds=3)
     with RunningServer(
         tmp_path, f"--model-repository={tmp_path / 'models'}", "--no-self-check"
     ) as server, server.client(retries=0) as client:  # fmt: skip

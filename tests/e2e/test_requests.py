@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import tritonclient.grpc as stock
 
 from tests.cli.command import wait_for
 from tests.e2e.server import RunningServer
-from trident_client import InvalidArgument, TridentError, Unavailable
+from tests.e2e.test_faults import failing_repository
+from trident_client import Cancelled, InvalidArgument, Stream, TridentError, Unavailable
 
 pytestmark = pytest.mark.e2e
 
@@ -55,29 +58,58 @@ def test_64_streams_some_cancelled_the_others_get_their_text(tiny_server: Runnin
     tiny_server.idle_stats()
 
 
-def test_cancel_in_the_queue_in_prefill_and_in_decode(tiny_server: RunningServer) -> None:
-    with tiny_server.client() as client:
+@pytest.fixture(scope="module")
+def slow_server(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[RunningServer]:
+    """At most 8 requests run and 16 wait, and those that run do so for a quarter of a minute."""
+    folder = tmp_path_factory.mktemp("slow")
+    limits = {"max_num_seqs": 8, "max_waiting": 16, "num_blocks": 400}
+    (failing_repository(folder, tiny_model, **limits) / "slow").touch()
+    with RunningServer(
+        folder, f"--model-repository={folder / 'models'}", "--no-self-check"
+    ) as server:
+        yield server
+
+
+LONG = {"max_tokens": 150, "ignore_eos": True}
+
+
+def test_cancel_in_the_queue_in_prefill_and_in_decode(slow_server: RunningServer) -> None:
+    with slow_server.client() as client:
         # 8 run, 12 wait; nobody reads, so only a poll can notice the cancels.
-        streams = [
-            client.stream(prompt(n), max_tokens=150, ignore_eos=True, n=1) for n in range(20)
-        ]
-        wait_for(lambda: client.stats()["num_requests"] == 20, "all are in", seconds=20)
+        streams = [client.stream(prompt(n), **LONG) for n in range(20)]
+        wait_for(lambda: client.stats()["num_requests"] == 20, "all are in")
         for stream in streams:
             stream.cancel()
-        tiny_server.idle_stats()
+        slow_server.idle_stats()
 
 
-def test_a_full_queue_refuses_and_says_so(tiny_server: RunningServer) -> None:
-    with tiny_server.client(retries=0) as client:
-        streams = [client.stream(prompt(n), max_tokens=180, ignore_eos=True) for n in range(40)]
-        refused = 0
-        for stream in streams:
+def test_a_full_queue_refuses_and_says_so(slow_server: RunningServer) -> None:
+    refused: list[Unavailable] = []
+    with slow_server.client(retries=0) as client:
+        streams = [client.stream(prompt(n), **LONG) for n in range(40)]
+
+        def read(stream: Stream) -> None:
             try:
                 stream.result()
             except Unavailable as error:
-                refused += "queue" in str(error)
-        assert 0 < refused < 40
-    tiny_server.idle_stats()
+                refused.append(error)
+            except Cancelled:
+                pass
+
+        threads = [threading.Thread(target=read, args=(stream,)) for stream in streams]
+        for thread in threads:
+            thread.start()
+        # One more or less: the door counts while the engine moves requests from the queue to the batch.
+        wait_for(lambda: len(refused) >= 40 - 8 - 16 - 1, "what is too much is refused")
+        for stream in streams:
+            stream.cancel()
+        for thread in threads:
+            thread.join()
+    assert abs(len(refused) - (40 - 8 - 16)) <= 1
+    assert all("queue" in str(error) for error in refused)
+    slow_server.idle_stats()
 
 
 def test_generate_over_http(tiny_server: RunningServer) -> None:

@@ -59,6 +59,16 @@ def test_a_full_queue_refuses() -> None:
     assert str(door.answer()).startswith("UNAVAILABLE queue: is full: 2 requests wait already")
 
 
+@pytest.mark.parametrize("mode", ["reject", "block"])
+def test_a_control_operation_is_answered_when_the_queue_is_full(
+    mode: Literal["reject", "block"],
+) -> None:
+    door = Door(mode, num_waiting=3)
+    assert door.admission.refusal(door.handle, control=True) is None
+    door.num_waiting = 4  # two of these must be control operations themselves
+    assert "is full" in str(door.admission.refusal(door.handle, control=True))
+
+
 def test_a_full_queue_blocks_until_a_step_makes_room() -> None:
     door = Door("block", num_waiting=2)
     door.knock()

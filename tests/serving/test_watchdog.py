@@ -10,26 +10,24 @@ import pytest
 from tests.cli.command import wait_for
 from tests.serving.fake_triton import ServerMetrics, TritonModelException, texts
 from tests.serving.test_model import Request, Setup, setup
+from trident_llm.serving import watchdog
 
 __all__ = ["setup"]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def patient(setup: Setup) -> Setup:
-    """A model whose watchdog bites soon."""
-    setup.model._watchdog._seconds = 0.3
-    return setup
+SOON = 0.3
+LATE = 120.0  # whatever the machine does meanwhile
 
 
 def faults(setup: Setup) -> list[str]:
     return [event["text"] for event in setup.events() if event["event"] == "error"]
 
 
-def test_a_step_that_hangs(patient: Setup, server_metrics: ServerMetrics) -> None:
-    model = patient.model
-    expected = texts(patient.answer("hello", {"max_tokens": 4}))
+def test_a_step_that_hangs(setup: Setup, server_metrics: ServerMetrics) -> None:
+    model = setup.model
+    expected = texts(setup.answer("hello", {"max_tokens": 4}))
     hangs, goes_on = threading.Event(), threading.Event()
     executor = model._engine._executor
     collect = executor.collect
@@ -44,6 +42,7 @@ def test_a_step_that_hangs(patient: Setup, server_metrics: ServerMetrics) -> Non
     model.execute(list(requests))
     assert hangs.wait(30)
     assert model.is_ready()
+    model._watchdog._seconds = SOON
     wait_for(lambda: all(request.sender.finals for request in requests), "all are answered")
     for request in requests:
         (response,) = request.sender.responses
@@ -51,28 +50,30 @@ def test_a_step_that_hangs(patient: Setup, server_metrics: ServerMetrics) -> Non
         assert response.error.message.startswith("INTERNAL engine: made no progress")
     assert not model.is_ready()
     assert server_metrics["trident:engine_healthy"].value == 0.0
-    later = patient.answer("hello", {"max_tokens": 4}).error
+    later = setup.answer("hello", {"max_tokens": 4}).error
     assert later.message.startswith("UNAVAILABLE engine: makes no progress")
-    wait_for(lambda: faults(patient), "the fault is told")
-    assert faults(patient) == ["the engine has made no progress for 120 s"]
+    wait_for(lambda: faults(setup), "the fault is told")
+    assert faults(setup) == ["the engine has made no progress for 120 s"]  # as configured
 
     # Should the device come back, nothing of the old requests is left.
     executor.collect = collect  # type: ignore[method-assign]
+    model._watchdog._seconds = LATE
     goes_on.set()
     wait_for(model.is_ready, "it is ready again")
-    assert texts(patient.answer("hello", {"max_tokens": 4})) == expected
+    assert texts(setup.answer("hello", {"max_tokens": 4})) == expected
     wait_for(lambda: model._engine.num_requests == 0, "all have ended")
     assert model._engine.scheduler.check_integrity() == []
     assert model._engine.scheduler.pool.num_held == 0
 
 
-def test_an_engine_that_has_work_and_never_begins_it(patient: Setup) -> None:
-    schedule = patient.model._engine.scheduler.schedule
-    patient.model._engine.scheduler.schedule = lambda: None  # type: ignore[method-assign]
-    error = patient.answer("hello", {"max_tokens": 4}).error
+def test_an_engine_that_has_work_and_never_begins_it(setup: Setup) -> None:
+    setup.model._watchdog._seconds = SOON
+    schedule = setup.model._engine.scheduler.schedule
+    setup.model._engine.scheduler.schedule = lambda: None  # type: ignore[method-assign]
+    error = setup.answer("hello", {"max_tokens": 4}).error
     assert error.message.startswith("INTERNAL engine: made no progress")
-    patient.model._engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-    wait_for(patient.model.is_ready, "it is ready again")
+    setup.model._engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    wait_for(setup.model.is_ready, "it is ready again")
 
 
 def test_a_model_that_hangs_is_unloaded_all_the_same(
@@ -80,7 +81,7 @@ def test_a_model_that_hangs_is_unloaded_all_the_same(
 ) -> None:
     monkeypatch.setenv("TRIDENT_PROGRESS", str(tmp_path / "progress"))
     made = Setup(tmp_path, tiny_model)
-    made.model._watchdog._seconds = 0.3
+    made.model._watchdog._seconds = SOON
     goes_on = threading.Event()
     collect = made.model._engine._executor.collect
 
@@ -96,11 +97,36 @@ def test_a_model_that_hangs_is_unloaded_all_the_same(
     assert not made.model._loop._thread.is_alive()
 
 
-def test_an_idle_engine_is_not_stuck(patient: Setup) -> None:
-    patient.model._watchdog._seconds = 3.0  # an idle one looks up every second
-    looked = patient.model._loop._last_progress
-    wait_for(lambda: patient.model._loop._last_progress > looked + 1.5, "it was idle for a while")
-    assert patient.model.is_ready()
+def test_an_idle_engine_is_not_stuck(setup: Setup) -> None:
+    loop = setup.model._loop
+    wait_for(lambda: loop._idle, "it waits for requests")
+    loop._last_progress -= 1000
+    assert loop.seconds_without_progress == 0.0
+
+
+class Stalled:
+    """An engine's loop with work that never gets on; what the watchdog asks of it."""
+
+    seconds_without_progress = 1e6
+
+
+def test_time_in_which_nothing_ran_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slept an hour between two looks gives the engine its time all the same."""
+    told = threading.Event()
+    dog = watchdog.Watchdog(Stalled(), 4.0, told.set)  # type: ignore[arg-type]
+    clock = 0.0
+    looks: list[bool] = []
+
+    def wait(period: float) -> bool:
+        nonlocal clock
+        looks.append(told.is_set())
+        clock += 3600 if len(looks) == 1 else period
+        return told.is_set()
+
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(dog._stop, "wait", wait)
+    dog._run()
+    assert looks == [False, False, False, False, True]  # an hour as two seconds, then one each
 
 
 def test_a_request_that_cannot_be_ended_is_a_fault(

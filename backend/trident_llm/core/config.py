@@ -49,7 +49,8 @@ class EngineConfig:
         "while others want a share, else all",
     )
     max_waiting: int | None = _setting(
-        None, "requests that may wait before new ones are refused; default 4 x max_num_seqs"
+        None,
+        "requests that may wait for a place before others are refused; default 4 x max_num_seqs",
     )
     admission: Literal["reject", "block"] = _setting(
         "reject",

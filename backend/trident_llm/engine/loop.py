@@ -81,7 +81,8 @@ class EngineLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="trident-engine", daemon=True)
         self.dead = False
-        self._last_progress = time.monotonic()  # when it last got on, or had nothing to do
+        self._last_progress = time.monotonic()  # when it last got on, or was given something to do
+        self._idle = True
         self.integrity_failures = 0
 
     def start(self) -> None:
@@ -110,7 +111,9 @@ class EngineLoop:
     @property
     def seconds_without_progress(self) -> float:
         """For how long there has been work, and no step was launched or settled."""
-        return time.monotonic() - self._last_progress if self._thread.is_alive() else 0.0
+        if self._idle or not self._thread.is_alive():
+            return 0.0
+        return time.monotonic() - self._last_progress
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends what is left with UNAVAILABLE and joins the thread, ``timeout`` seconds at most."""
@@ -141,7 +144,6 @@ class EngineLoop:
         while not self._stopping:
             self._take_commands(engine)
             if self._stopping or not engine.has_work:
-                self._last_progress = time.monotonic()
                 continue
             moves = engine.num_moves
             try:
@@ -165,12 +167,20 @@ class EngineLoop:
             if engine.has_work:
                 self._handle(engine, self._inbox.get_nowait())
             else:
-                self._handle(engine, self._inbox.get(timeout=IDLE_CHECK_SECONDS))
+                self._handle(engine, self._wait_for_command())
             while True:
                 self._handle(engine, self._inbox.get_nowait())
         except queue.Empty:
             if not engine.has_work:
                 self._check_idle(engine)
+
+    def _wait_for_command(self) -> _Add | _Abort | _Stop | _Call:
+        self._idle = True
+        try:
+            return self._inbox.get(timeout=IDLE_CHECK_SECONDS)
+        finally:
+            self._last_progress = time.monotonic()
+            self._idle = False
 
     def _handle(self, engine: Engine, command: _Add | _Abort | _Stop | _Call) -> None:
         if isinstance(command, _Add):

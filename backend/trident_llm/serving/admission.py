@@ -1,9 +1,10 @@
 """Whether a request may come in now: decided in ``execute()``, before anything is done for it.
 
 The engine keeps ``max_waiting`` requests, so that it sees the priorities, cancels and prefixes of all
-that wait. Beyond that a request is either refused at once (``reject``) or kept waiting in ``execute()``
+that wait; those for which a place in the batch is free do not count. Beyond that a request is either refused at once (``reject``) or kept waiting in ``execute()``
 (``block``), which holds up Triton's own queue: a ``dynamic_batching`` block's priority levels,
 ``max_queue_size`` and queue timeouts then work. Lower ``max_waiting`` to leave more to that queue.
+A control operation does not queue: whoever looks at a server that is full gets an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Admission:
     """One per instance; :meth:`refusal` is called by the main thread alone.
 
     Args:
-        num_waiting: requests that wait for the engine, wherever they are.
+        num_waiting: requests that wait for a place, wherever they are.
         leaving: set once the server leaves.
     """
 
@@ -50,8 +51,12 @@ class Admission:
         """The engine has done a step: there may be room now."""
         self._stepped.set()
 
-    def refusal(self, handle: RequestHandle) -> RequestError | None:
-        """Why the request may not come in; None if it may. Waits for room if so configured."""
+    def refusal(self, handle: RequestHandle, *, control: bool = False) -> RequestError | None:
+        """Why the request may not come in; None if it may. Waits for room if so configured.
+
+        Args:
+            control: it asks for a control operation. As many of these as requests may be unanswered.
+        """
         free = free_shared_memory()
         if free is not None and free < MIN_SHARED_MEMORY:
             return RequestError(
@@ -59,6 +64,9 @@ class Admission:
                 "server",
                 f"has too little shared memory left in {_SHARED_MEMORY}; give it more",
             )
+        if control:
+            crowded = self._num_waiting() >= 2 * self._max_waiting
+            return self._full() if crowded else None
         try:
             return self._wait_for_room(handle)
         finally:
@@ -72,14 +80,17 @@ class Admission:
             if self._num_waiting() < self._max_waiting:
                 return None
             if self._mode == "reject":
-                return RequestError(
-                    ErrorCode.UNAVAILABLE,
-                    "queue",
-                    f"is full: {self._max_waiting} requests wait already; try again later",
-                )
+                return self._full()
             self.num_blocked = 1
             self._stepped.wait(SLICE_SECONDS)
         return LEAVING
+
+    def _full(self) -> RequestError:
+        return RequestError(
+            ErrorCode.UNAVAILABLE,
+            "queue",
+            f"is full: {self._max_waiting} requests wait already; try again later",
+        )
 
 
 def free_shared_memory() -> int | None:

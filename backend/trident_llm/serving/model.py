@@ -143,7 +143,7 @@ class TritonPythonModel:
         self._watchdog = Watchdog(self._loop, self._config.watchdog_seconds, self._engine_stuck)
         limits = self._engine.config
         self._admission = Admission(
-            self._config.admission, limits.max_waiting, self._num_waiting, self._leaving
+            self._config.admission, limits.max_waiting, self._num_without_place, self._leaving
         )
         facts = ModelFacts(
             tokenizer=tokenizer,
@@ -239,7 +239,7 @@ class TritonPythonModel:
         timeout = request_timeout(raw)
         if timeout is not None:
             handle.deadline = handle.arrival + timeout
-        error = self._admission.refusal(handle)
+        error = self._admission.refusal(handle, control="control" in raw.tensors)
         if error is not None:
             raise error
         self._intake.put(handle, raw)
@@ -269,6 +269,11 @@ class TritonPythonModel:
             self._progress.fault(text)
 
         threading.Thread(target=tell, name="trident-fault", daemon=True).start()
+
+    def _num_without_place(self) -> int:
+        """Requests that wait, less those that the batch has places for; read without a lock."""
+        free = self._engine.config.max_num_seqs - len(self._engine.scheduler.running)
+        return max(0, self._num_waiting() - max(0, free))
 
     def _num_waiting(self) -> int:
         return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from trident_llm.engine.loop import EngineLoop
@@ -17,6 +18,9 @@ logger = logging.getLogger("trident")
 
 class Watchdog:
     """Looks at the engine's progress on a thread of its own.
+
+    Time in which this thread did not run either (a suspended machine, a stopped process, no free
+    core) says nothing of the engine, and is not counted.
 
     Args:
         seconds: without progress, while there is work; then the engine counts as stuck.
@@ -39,8 +43,16 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(min(1.0, self._seconds / 4)):
-            stuck = self._loop.seconds_without_progress > self._seconds
+        stalled = 0.0
+        looked = time.monotonic()
+        while not self._stop.wait(period := min(1.0, self._seconds / 4)):
+            now = time.monotonic()
+            since_last_look, looked = now - looked, now
+            if self._loop.seconds_without_progress < since_last_look:
+                stalled = 0.0
+            else:
+                stalled += min(since_last_look, 2 * period)
+            stuck = stalled > self._seconds
             if stuck and not self.stuck:
                 logger.error("the engine has made no progress for %g s", self._seconds)
                 self.stuck = True

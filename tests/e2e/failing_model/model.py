@@ -1,10 +1,12 @@
 """The engine's model with faults: each is switched on by a file beside its model.json.
 
 ``broken``: the device is gone. ``hanging``: it answers no more. ``nan``: one row is not finite.
-``once``: one step fails. ``unsendable``: a response and its final flag cannot be sent.
+``once``: one step fails. ``slow``: a step takes 0.1 s, so a request of many tokens is there for long.
+``unsendable``: a response and its final flag cannot be sent.
 """
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ class TritonPythonModel(model.TritonPythonModel):
             executor.launch = _gone  # type: ignore[method-assign]
         if self._has("hanging"):
             executor.collect = lambda launched: threading.Event().wait()  # type: ignore
+        if self._takes("slow"):
+
+            def late(launched: Any) -> Any:
+                time.sleep(0.1)
+                return collect(executor, launched)
+
+            executor.collect = late  # type: ignore[method-assign]
         if self._takes("once"):
 
             def fail(*args: Any) -> Any:
