@@ -15,6 +15,8 @@ B block_size, N blocks, M blocks per sequence at most. A slot is block * B + off
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,12 +24,16 @@ from torch import Tensor
 from trident_kernels import memory, reference
 from trident_kernels.linear import LinearWeight, can_quantize, linear, pack_linear
 
+if TYPE_CHECKING:
+    from trident_kernels.cpu.stack import Layer, LayerStack
+
 try:
     from trident_kernels.cpu import activation as _activation
     from trident_kernels.cpu import attention as _attention
     from trident_kernels.cpu import mask as _mask
     from trident_kernels.cpu import norm as _norm
     from trident_kernels.cpu import rope as _rope
+    from trident_kernels.cpu import stack as _stack
 except ImportError:  # numba is missing or told not to compile
     _CPU_DTYPES: frozenset[torch.dtype] = frozenset()
 else:
@@ -64,6 +70,7 @@ __all__ = [
     "rms_norm",
     "rope_and_write_kv",
     "silu_and_mul",
+    "stack_layers",
     "zeros_for_long",
 ]
 
@@ -79,6 +86,34 @@ def compile_cpu_kernels() -> float:
     from trident_kernels.cpu.compile import compile_kernels  # also a program: not imported above
 
     return compile_kernels()
+
+
+def stack_layers(
+    layers: Sequence[Layer],
+    final_norm: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    sliding_windows: Sequence[int | None],
+    softmax_scale: float,
+    eps: float,
+) -> LayerStack | None:
+    """All layers of a decoder as one operation, of the same bits as the single ones, where there is one.
+
+    See :mod:`trident_kernels.cpu.stack`; ``sliding_windows`` has an entry per layer. None: run the
+    operations one by one.
+    """
+    if not HAS_CPU_KERNELS or _TRITON_ALWAYS or not final_norm.is_cpu:
+        return None
+    return _stack.make(
+        layers,
+        final_norm,
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        windows=sliding_windows,
+        softmax_scale=softmax_scale,
+        eps=eps,
+    )
 
 
 def zeros_for_long(

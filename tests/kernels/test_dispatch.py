@@ -109,3 +109,12 @@ def test_compile_loads_everything() -> None:
 
         for each in kernels:
             assert len(each.serial.signatures) == len(each.parallel.signatures) == 1
+
+
+def test_starting_the_kernels_threads_changes_no_setting_of_torch() -> None:
+    """Numba and torch may share one OpenMP, whose number of threads Numba sets when it starts."""
+    program = (
+        "import torch; torch.set_num_threads(1); import trident_kernels as ops;"
+        "ops.rms_norm(torch.ones(9000, 64), torch.ones(64), 1e-5); print(torch.get_num_threads())"
+    )
+    assert run(program, NUMBA_NUM_THREADS="2") == "1"

@@ -24,6 +24,8 @@ from trident_llm.model.loader import DecoderWeights, LayerWeights, load_weights
 class KVCacheLike(Protocol):
     """Where the decoder finds each layer's keys and values."""
 
+    data: torch.Tensor  # all of them, [layers, 2, num_blocks, kv_heads, block_size, head_dim]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of one layer, each [num_blocks, kv_heads, block_size, head_dim]."""
 
@@ -41,6 +43,15 @@ class Decoder:
         self._cos_sin = rope.cos_sin_table(config.rope, max_len).to(device)
         self.needs_rope_lens = (
             config.rope_depends_on_length and max_len > config.rope.original_max_position_embeddings
+        )
+        self._stack = ops.stack_layers(
+            weights.layers,
+            weights.final_norm,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            sliding_windows=config.sliding_windows,
+            softmax_scale=self._softmax_scale,
+            eps=config.rms_norm_eps,
         )
 
     @classmethod
@@ -99,6 +110,18 @@ class Decoder:
         cos_sin, positions = self._rotations(batch)
         # Fresh memory, so that the residual sums may be formed in it.
         residual = F.embedding(batch.input_ids, weights.embedding)
+        if self._stack is not None:
+            return self._stack.run(
+                residual,
+                cos_sin,
+                positions,
+                kv.data,
+                batch.slot_mapping,
+                batch.block_tables,
+                batch.cu_seqlens_q,
+                batch.seq_lens,
+                batch.logits_indices,
+            )
         hidden = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
         for index, layer in enumerate(weights.layers):
             attended = self._attend(index, layer, hidden, cos_sin, positions, batch, kv)

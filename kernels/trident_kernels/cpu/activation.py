@@ -47,7 +47,8 @@ def _silu(x: Vec) -> Vec:
 
 
 @device
-def _gate_rows(gate_up: Ptr, out: Ptr, rows: range, d: int, stride: int) -> None:
+def gate_rows(gate_up: Ptr, out: Ptr, rows: range, d: int, stride: int) -> None:
+    """Some rows of gate_up [rows, 2 * d] (row stride `stride`) into the same rows of out."""
     whole = d // LANES * LANES
     for row in rows:
         gate, target = shifted(gate_up, row * stride), shifted(out, row * d)
@@ -67,9 +68,9 @@ def _silu_and_mul(
     for t in numba.prange(threads):
         rows = range(n_rows * t // threads, n_rows * (t + 1) // threads)
         if mode == 1:
-            _gate_rows(as_bf16(gate_up), as_bf16(out), rows, d, stride)
+            gate_rows(as_bf16(gate_up), as_bf16(out), rows, d, stride)
         else:
-            _gate_rows(as_f32(gate_up), as_f32(out), rows, d, stride)
+            gate_rows(as_f32(gate_up), as_f32(out), rows, d, stride)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

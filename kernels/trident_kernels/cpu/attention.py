@@ -76,7 +76,7 @@ def _span(tables: Any, seq: int, shape: Shape) -> tuple[int, int, int, int, bool
 
 
 @device
-def _plan(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
+def plan_tasks(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
     """All tasks (int64 [n, FIELDS]), long ones first, and the floats their partial results need."""
     step = max(1, ROWS // shape.group)
     total = 0
@@ -111,14 +111,25 @@ def _plan(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
 
 
 @device
-def _merge(tasks: Any, out: Ptr, cu_seqlens_q: Ptr, partials: Ptr, shape: Shape) -> None:
-    """Combine the partial results of each segmented (sequence, kv head), in segment order."""
+def merge(
+    share: tuple[int, int], tasks: Any, out: Ptr, cu_seqlens_q: Ptr, partials: Ptr, shape: Shape
+) -> None:
+    """Combine the partial results of each segmented (sequence, kv head), in segment order.
+
+    Of several threads each takes some: share = (which, of how many).
+    """
+    which, threads = share
     head_dim = shape.head_dim
     i = 0
+    number = 0
     while i < len(tasks):
         segments, rows = tasks[i, 6], tasks[i, 3] * shape.group
         if segments == 1:
             i += 1
+            continue
+        number += 1
+        if number % threads != which:
+            i += segments
             continue
         base, size = tasks[i, 7], rows * (head_dim + 2)
         start = np.int64(cu_seqlens_q[tasks[i, 0]]) + tasks[i, 2]
@@ -146,12 +157,18 @@ def _merge(tasks: Any, out: Ptr, cu_seqlens_q: Ptr, partials: Ptr, shape: Shape)
 
 
 @device
-def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> None:
-    memory = np.empty(scratch_bytes(shape), np.uint8)
+def lay_out_scratch(memory: Any, shape: Shape) -> Any:
+    """One thread's regions in memory, uint8 [scratch_bytes(shape)], ready for run_tasks."""
     scratch = lay_out(memory.ctypes.data, shape)
     zeros = as_f32(scratch.zeros)
     for d in range(0, shape.head_dim, LANES):
         store16(zeros, d, splat(np.float32(0.0)))
+    return scratch
+
+
+@device
+def run_tasks(counter: int, tasks: Any, data: Any, tables: Any, scratch: Any, shape: Shape) -> None:
+    """Run tasks until none is left; several threads draw from the int64 at the address `counter`."""
     while True:
         i = fetch_add(as_i64(counter))
         if i >= len(tasks):
@@ -159,12 +176,18 @@ def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> N
         t = tasks[i]
         task = (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7])
         run_task(task, data, tables, scratch, shape)
+
+
+@device
+def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> None:
+    memory = np.empty(scratch_bytes(shape), np.uint8)
+    run_tasks(counter, tasks, data, tables, lay_out_scratch(memory, shape), shape)
     memory[0] = 0  # the last use: Numba would free the scratch after the last one it sees
 
 
 @device
 def _work(mode: int, pointers: Any, counter: int, tasks: Any, partials: int, shape: Shape) -> None:
-    """Run tasks until none is left. mode: 0 float32, 1 bfloat16."""
+    """All tasks, together with other threads. mode: 0 float32, 1 bfloat16."""
     q, k, v, out, block_tables, cu_seqlens_q, seq_lens = pointers
     tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
     part = as_f32(partials)
@@ -181,12 +204,12 @@ def _finish(
     mode: int, out: int, cu_seqlens_q: int, tasks: Any, partials: int, shape: Shape
 ) -> None:
     if mode == 0:
-        _merge(tasks, as_f32(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
+        merge((0, 1), tasks, as_f32(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
     else:
-        _merge(tasks, as_bf16(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
+        merge((0, 1), tasks, as_bf16(out), as_i32(cu_seqlens_q), as_f32(partials), shape)
 
 
-@kernel(parallel_from=1 << 19)
+@kernel(parallel_from=1 << 19, with_serial=False)
 def _paged_attention(
     mode: int,
     threads: int,
@@ -225,7 +248,7 @@ def _paged_attention(
         scale,
     )
     tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
-    tasks, floats = _plan(tables, n_seqs, shape)
+    tasks, floats = plan_tasks(tables, n_seqs, shape)
     partials = np.empty(floats + 1, np.float32)
     counter = np.zeros(1, np.int64)
     pointers = (q, k, v, out, block_tables, cu_seqlens_q, seq_lens)

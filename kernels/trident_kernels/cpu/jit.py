@@ -106,7 +106,7 @@ class Kernel:
             compiled(mode, count, *args)
 
     def compile(self) -> None:
-        """Compile both versions, or load them from the cache folder."""
+        """Compile all versions, or load them from the cache folder."""
         annotations = self.serial.py_func.__annotations__
         signature = tuple(
             numba.float64 if kind == "float" else numba.int64
@@ -120,8 +120,14 @@ class Kernel:
                 continue  # as above: compiled, but not stored
 
 
-def kernel(parallel_from: int) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a Kernel of a function over int (int64) and float (float64) arguments."""
+def kernel(
+    parallel_from: int, *, with_serial: bool = True
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a Kernel of a function over int (int64) and float (float64) arguments.
+
+    Without a serial version of its own, which takes time to compile, the parallel one runs on one
+    thread too.
+    """
     launch_cost = 1 if _has_openmp() else 50  # OpenMP starts threads in 3 us, the other in 200 us
 
     def wrap(function: Callable[..., None]) -> Kernel:
@@ -130,7 +136,9 @@ def kernel(parallel_from: int) -> Callable[[Callable[..., None]], Kernel]:
         code, scope = function.__code__, function.__globals__
         copy = FunctionType(code, scope, f"{function.__name__}_parallel")
         copy.__qualname__ = copy.__name__
-        serial, parallel = _compiled(function, False), _compiled(copy, True)
+        copy.__annotations__ = function.__annotations__
+        parallel = _compiled(copy, True)
+        serial = _compiled(function, False) if with_serial else parallel
         return Kernel(serial, parallel, parallel_from * launch_cost)
 
     return wrap
@@ -153,7 +161,11 @@ def _has_openmp() -> bool:
 
 def threads() -> int:
     """Threads of a parallel kernel: as many as torch uses, at most Numba's pool."""
-    count: int = min(torch.get_num_threads(), settings.NUMBA_NUM_THREADS)
+    wanted = torch.get_num_threads()
+    count: int = min(wanted, settings.NUMBA_NUM_THREADS)
     if numba.get_num_threads() != count:
         numba.set_num_threads(count)
+    if torch.get_num_threads() != wanted:
+        # Numba has just started its pool, and told the OpenMP that it shares with torch its own number.
+        torch.set_num_threads(wanted)
     return count

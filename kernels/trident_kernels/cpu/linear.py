@@ -34,7 +34,7 @@ from trident_kernels.cpu.tile import MAX_ROWS, multiply_rows, shifted_words
 
 PANEL = 4  # vectors: 64 outputs
 COLUMNS = PANEL * LANES
-_SCRATCH = MAX_ROWS * COLUMNS
+SCRATCH = MAX_ROWS * COLUMNS  # float32 that a thread needs
 ROW_CHUNK = 96  # rows whose inputs stay in the second-level cache while the weight passes by
 
 
@@ -118,6 +118,27 @@ def _vectors(
         v += count
 
 
+@device
+def multiply_share(
+    share: tuple[int, int], addresses: tuple[int, int, int, int], rows: int, x_stride: int, depth: int, vectors: int, scratch: Ptr
+) -> None:  # fmt: skip
+    """The outputs of one of several threads: share = (which, of how many).
+
+    addresses of x [rows, 2 * depth] (row stride in words), the packed weight, bias float32
+    [16 * vectors], and out [rows, 16 * vectors].
+    """
+    which, threads = share
+    x, weight, bias, out = addresses
+    first, last = vectors * which // threads, vectors * (which + 1) // threads
+    out_stride = vectors * LANES
+    for row in range(0, rows, ROW_CHUNK):
+        count = min(ROW_CHUNK, rows - row)
+        inputs = shifted_words(as_bf16(x), row * x_stride)
+        results = shifted(as_bf16(out), row * out_stride)
+        data = (inputs, as_bf16(weight), as_f32(bias), results)
+        _vectors((first, last, vectors), data, count, (x_stride, out_stride), depth, scratch)
+
+
 @kernel(parallel_from=1 << 17)
 def _linear(
     mode: int,
@@ -131,19 +152,11 @@ def _linear(
     depth: int,
     vectors: int,
 ) -> None:
-    """Addresses of x [rows, 2 * depth] (row stride in words), the packed weight, bias float32
-    [16 * vectors], and out [rows, 16 * vectors].
-    """
+    """As multiply_share, by all threads."""
     for t in numba.prange(threads):
-        scratch = stack_f32(_SCRATCH)
-        first, last = vectors * t // threads, vectors * (t + 1) // threads
-        out_stride = vectors * LANES
-        for row in range(0, rows, ROW_CHUNK):
-            count = min(ROW_CHUNK, rows - row)
-            inputs = shifted_words(as_bf16(x), row * x_stride)
-            results = shifted(as_bf16(out), row * out_stride)
-            data = (inputs, as_bf16(weight), as_f32(bias), results)
-            _vectors((first, last, vectors), data, count, (x_stride, out_stride), depth, scratch)
+        scratch = stack_f32(SCRATCH)
+        addresses = (x, weight, bias, out)
+        multiply_share((t, threads), addresses, rows, x_stride, depth, vectors, scratch)
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor, out_features: int) -> Tensor:

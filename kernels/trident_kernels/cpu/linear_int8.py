@@ -48,7 +48,7 @@ from trident_kernels.cpu.tile_int8 import (
     store_bytes,
 )
 
-_SCRATCH = MAX_ROWS * COLUMNS
+SCRATCH = MAX_ROWS * COLUMNS  # float32 that a thread needs
 _FEW = 3  # rows up to which a tile is four vectors wide, so that sums do not wait for each other
 
 
@@ -106,7 +106,8 @@ def _quantize_group(x: Ptr, out: Ptr, at: int) -> tuple[float, float]:
 
 
 @device
-def _quantize_rows(data: tuple[Ptr, Ptr, Ptr, Ptr], rows: range, groups: int, stride: int) -> None:
+def quantize_rows(data: tuple[Ptr, Ptr, Ptr, Ptr], rows: range, groups: int, stride: int) -> None:
+    """data = (x, its bytes, scales, starts of the sums); see _quantize."""
     x, out, scales, starts = data
     for row in rows:
         for g in range(groups):
@@ -135,10 +136,10 @@ def _quantize(
         mine = range(rows * t // threads, rows * (t + 1) // threads)
         if mode == 1:
             data = (as_bf16(x), as_i32(out), as_f32(scales), as_i32(starts))
-            _quantize_rows(data, mine, groups, stride)
+            quantize_rows(data, mine, groups, stride)
         else:
             data_f32 = (as_f32(x), as_i32(out), as_f32(scales), as_i32(starts))
-            _quantize_rows(data_f32, mine, groups, stride)
+            quantize_rows(data_f32, mine, groups, stride)
 
 
 @device
@@ -193,6 +194,29 @@ def _vectors(
         v += count
 
 
+@device
+def multiply_share(
+    share: tuple[int, int], inputs: tuple[int, int, int], weight: int, bias: int, out: Ptr, rows: int, groups: int, vectors: int, scratch: Ptr
+) -> None:  # fmt: skip
+    """The outputs of one of several threads: share = (which, of how many).
+
+    inputs: addresses of what _quantize made of x, the bytes, scales and starts; then those of the
+    packed weight and of bias float32 [16 * vectors]; out [rows, 16 * vectors].
+    """
+    which, threads = share
+    quantized, scales, starts = inputs
+    columns = vectors * LANES
+    span = (vectors * which // threads, vectors * (which + 1) // threads, vectors)
+    for row in range(0, rows, ROW_CHUNK):
+        count = min(ROW_CHUNK, rows - row)
+        at = row * groups
+        values = shifted(as_i32(quantized), at * (GROUP // 4))
+        factors, begins = shifted(as_f32(scales), at), shifted(as_i32(starts), at)
+        target = shifted(out, row * columns)
+        data = (values, factors, begins, as_i32(weight), as_f32(bias), target)
+        _vectors(span, data, count, groups, scratch)
+
+
 @kernel(parallel_from=1 << 18)
 def _linear_int8(
     mode: int,
@@ -207,27 +231,16 @@ def _linear_int8(
     groups: int,
     vectors: int,
 ) -> None:
-    """Addresses of what _quantize made of x, the packed weight, bias float32 [16 * vectors], and
-    out [rows, 16 * vectors].
-    """
+    """As multiply_share, by all threads."""
     for t in numba.prange(threads):
-        scratch = stack_f32(_SCRATCH)
-        columns = vectors * LANES
-        span = (vectors * t // threads, vectors * (t + 1) // threads, vectors)
-        for row in range(0, rows, ROW_CHUNK):
-            count = min(ROW_CHUNK, rows - row)
-            at = row * groups
-            inputs = shifted(as_i32(x), at * (GROUP // 4))
-            factors, begins = shifted(as_f32(scales), at), shifted(as_i32(starts), at)
-            words = as_i32(weight)
-            if mode == 1:
-                target = shifted(as_bf16(out), row * columns)
-                data = (inputs, factors, begins, words, as_f32(bias), target)
-                _vectors(span, data, count, groups, scratch)
-            else:
-                target_f32 = shifted(as_f32(out), row * columns)
-                data_f32 = (inputs, factors, begins, words, as_f32(bias), target_f32)
-                _vectors(span, data_f32, count, groups, scratch)
+        scratch = stack_f32(SCRATCH)
+        share, inputs = (t, threads), (x, scales, starts)
+        if mode == 1:
+            multiply_share(
+                share, inputs, weight, bias, as_bf16(out), rows, groups, vectors, scratch
+            )
+        else:
+            multiply_share(share, inputs, weight, bias, as_f32(out), rows, groups, vectors, scratch)
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor, out_features: int) -> Tensor:

@@ -72,16 +72,17 @@ def _add_row(x: Ptr, residual: Ptr, d: int) -> None:
 
 
 @device
-def _norm_rows(
+def norm_rows(
     x: Ptr, weight: Ptr, out: Ptr, rows: range, d: int, x_stride: int, eps: float
 ) -> None:
+    """RMSNorm of some rows of x (row stride x_stride) into the same rows of out."""
     for row in rows:
         normalize_row(shifted(x, row * x_stride), weight, shifted(out, row * d), d, eps)
 
 
 @device
-def _add_norm_rows(data: Any, rows: range, d: int, stride: int, eps: float) -> None:
-    """data = (x, residual, weight, out); stride is the residual's."""
+def add_norm_rows(data: Any, rows: range, d: int, stride: int, eps: float) -> None:
+    """residual += x, then RMSNorm: data = (x, residual, weight, out); stride is the residual's."""
     x, residual, weight, out = data
     for row in rows:
         total = shifted(residual, row * stride)
@@ -105,9 +106,9 @@ def _rms_norm(
     for t in numba.prange(threads):
         rows = range(n_rows * t // threads, n_rows * (t + 1) // threads)
         if mode == 1:
-            _norm_rows(as_bf16(x), as_bf16(weight), as_bf16(out), rows, d, x_stride, eps)
+            norm_rows(as_bf16(x), as_bf16(weight), as_bf16(out), rows, d, x_stride, eps)
         else:
-            _norm_rows(as_f32(x), as_f32(weight), as_f32(out), rows, d, x_stride, eps)
+            norm_rows(as_f32(x), as_f32(weight), as_f32(out), rows, d, x_stride, eps)
 
 
 @kernel(parallel_from=1 << 16)
@@ -128,10 +129,10 @@ def _add_rms_norm(
         rows = range(n_rows * t // threads, n_rows * (t + 1) // threads)
         if mode == 1:
             bf16 = (as_bf16(x), as_bf16(residual), as_bf16(weight), as_bf16(out))
-            _add_norm_rows(bf16, rows, d, stride, eps)
+            add_norm_rows(bf16, rows, d, stride, eps)
         else:
             f32 = (as_f32(x), as_f32(residual), as_f32(weight), as_f32(out))
-            _add_norm_rows(f32, rows, d, stride, eps)
+            add_norm_rows(f32, rows, d, stride, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

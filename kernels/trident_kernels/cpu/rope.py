@@ -35,7 +35,7 @@ from trident_kernels.cpu.simd import (
 )
 
 
-class Layout(NamedTuple):
+class RopeLayout(NamedTuple):
     """Sizes and strides in elements."""
 
     heads: int
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 @device
-def _rotate(x: Ptr, out: Ptr, cos_sin: Ptr, layout: Layout) -> None:
+def _rotate(x: Ptr, out: Ptr, cos_sin: Ptr, layout: RopeLayout) -> None:
     """Rotate one head; out may be x."""
     half = layout.rotary_dim // 2
     whole = half // LANES * LANES
@@ -78,8 +78,14 @@ def _copy(x: Ptr, out: Ptr, d: int) -> None:
 
 
 @device
-def _tokens(data: Any, cos_sin: Ptr, index: Any, tokens: range, layout: Layout, norm: Any) -> None:
-    """data = (qkv, q, k_cache, v_cache, q_weight, k_weight); index = (positions, slot_mapping)."""
+def rotate_tokens(
+    data: Any, cos_sin: Ptr, index: Any, tokens: range, layout: RopeLayout, norm: Any
+) -> None:
+    """The pass above for some tokens.
+
+    data = (qkv, q, k_cache, v_cache, q_weight, k_weight); index = (positions, slot_mapping);
+    norm = (1 to normalise heads or 0, eps).
+    """
     qkv, q, k_cache, v_cache, q_weight, k_weight = data
     positions, slot_mapping = index
     with_norm, eps = norm
@@ -134,7 +140,7 @@ def _rope_and_write_kv(
     eps: float,
 ) -> None:
     """Addresses, then sizes and strides in elements. with_norm 0: the weights are not read."""
-    layout = Layout(
+    layout = RopeLayout(
         heads,
         kv_heads,
         head_dim,
@@ -158,7 +164,7 @@ def _rope_and_write_kv(
                 as_bf16(q_weight),
                 as_bf16(k_weight),
             )
-            _tokens(data, as_f32(cos_sin), index, tokens, layout, norm)
+            rotate_tokens(data, as_f32(cos_sin), index, tokens, layout, norm)
         else:
             f32 = (
                 as_f32(qkv),
@@ -168,7 +174,7 @@ def _rope_and_write_kv(
                 as_f32(q_weight),
                 as_f32(k_weight),
             )
-            _tokens(f32, as_f32(cos_sin), index, tokens, layout, norm)
+            rotate_tokens(f32, as_f32(cos_sin), index, tokens, layout, norm)
 
 
 def rope_and_write_kv(
