@@ -1,6 +1,7 @@
 """What paging and continuous batching gain, against the same engine under the policies they replace.
 
     python -m perf.baselines --workloads sharegpt,alpaca --pools 256,512,1024
+    python -m perf.baselines --workloads W2 --pools 1024 --policies paged --block-sizes 4,16,64,256
 
 Every policy runs on the same scheduler, runner and kernels; it only decides when a request may enter,
 from a queue in order of arrival:
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from perf import options, report, workloads
@@ -30,6 +32,7 @@ from perf.workloads import RequestSpec
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.engine import Engine
+from trident_llm.engine.output import RequestOutput
 
 POLICIES = ("paged", "reserved-max", "reserved-exact", "static")
 
@@ -106,18 +109,22 @@ class Counts:
     held: int = 0  # slots of tokens that are taken
     held_most: int = 0
 
-    def add(self, policy: Policy, engine: Engine) -> None:
+    def add(self, policy: Policy, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
+        """Counts a step by what took part in it; its new tokens are not in ``Entry.done`` yet."""
         scheduler = engine.scheduler
-        entries = [policy.running[seq.request.request_id] for seq in scheduler.running]
-        self.steps += 1
+        computed = {seq.request.request_id: seq.num_computed_tokens for seq in scheduler.running}
+        ended = {output.request_id for output in outputs} - computed.keys()
+        entries = [policy.running[request_id] for request_id in (*computed, *ended)]
         useful = sum(entry.is_useful for entry in entries)
+        self.steps += 1
         self.useful += useful
         self.idle += len(entries) - useful
-        self.stored += sum(seq.num_computed_tokens for seq in scheduler.running)
+        # What has ended has left the memory by now, or will with the next entry.
+        self.stored += sum(computed.values())
         if policy.name == "paged":
             held = scheduler.pool.num_held * engine.config.block_size
         else:
-            held = sum(entry.reserved for entry in policy.running.values())
+            held = sum(policy.running[request_id].reserved for request_id in computed)
         self.held += held
         self.held_most = max(self.held_most, held)
 
@@ -144,7 +151,7 @@ def run(engine: Engine, specs: Sequence[RequestSpec], name: str) -> dict[str, fl
         if not engine.has_work:
             raise RuntimeError(f"{name}: a request is longer than the memory; take a larger pool")
         outputs = engine.step()
-        counts.add(policy, engine)
+        counts.add(policy, engine, outputs)
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(f"a request failed: {output.error}")
@@ -182,12 +189,31 @@ def _specs(name: str, vocab_size: int, max_len: int) -> list[RequestSpec]:
     return specs
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(POLICIES):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(POLICIES)}, not {text}")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.baselines", description=__doc__)
     options.add_workload_options(parser, default="sharegpt,alpaca")
     parser.add_argument(
-        "--pools", default="256,512,1024", metavar="N,...",
-        help="sizes of the memory, in blocks of 16 tokens (default: 256,512,1024)",
+        "--pools", type=_numbers, default=[256, 512, 1024], metavar="N,...",
+        help="sizes of the memory, in units of 16 tokens (default: 256,512,1024)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-sizes", type=_numbers, default=[16], metavar="N,...",
+        help="tokens of a block (default: 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policies", type=_policies, default=list(POLICIES), metavar="NAME,...",
+        help=f"the first is what others are held to (default: {','.join(POLICIES)})",
     )  # fmt: skip
     parser.add_argument(
         "--max-len", type=int, default=2048, metavar="N",
@@ -197,43 +223,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_output_option(parser)
     given = parser.parse_args(arguments)
     base = options.model_settings(given) | {
-        "enable_prefix_caching": False, "block_size": 16, "max_model_len": given.max_len,
+        "enable_prefix_caching": False, "max_model_len": given.max_len,
     }  # fmt: skip
     figures: dict[str, Any] = {}
-    for pool in (int(size) for size in given.pools.split(",")):
+    for pool, block_size in product(given.pools, given.block_sizes):
         # One block more: block 0 takes padded writes.
-        loaded = load(base | {"num_blocks": pool + 1})
+        num_blocks = pool * 16 // block_size + 1
+        loaded = load(base | {"num_blocks": num_blocks, "block_size": block_size})
+        run(loaded.engine, workloads.warm_up(vocab_size=loaded.vocab_size), given.policies[0])
         for name in given.workloads:
             specs = _specs(name, loaded.vocab_size, loaded.engine.config.max_model_len)
-            runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
+            runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in given.policies}
             for repetition in range(given.repetitions):
-                for policy in POLICIES:
+                for policy in given.policies:
                     found = run(loaded.engine, specs, policy)
                     runs[policy].append(found)
                     report.say(
-                        f"[{repetition + 1}/{given.repetitions}] {name}, {pool} blocks, {policy}: "
-                        f"{found['output_tokens_per_s']:g} tokens/s, batch {found['batch_mean']:g}, "
-                        f"waste {found['kv_waste_percent']:g} %"
+                        f"[{repetition + 1}/{given.repetitions}] {name}, {pool * 16} tokens in blocks "
+                        f"of {block_size}, {policy}: {found['output_tokens_per_s']:g} tokens/s, "
+                        f"batch {found['batch_mean']:g}, waste {found['kv_waste_percent']:g} %"
                     )
-            figures.setdefault(name, {})[str(pool)] = _beside_paged(runs)
-    content = {"figures": figures}
-    report.publish(report.result("baselines", base, content), given.output)
+            place = f"{pool * 16} tokens, blocks of {block_size}"
+            figures.setdefault(name, {})[place] = _beside_first(runs)
+    report.publish(report.result("baselines", base, {"figures": figures}), given.output)
 
 
-def _beside_paged(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Per policy its counts, and ours over its throughput and its batch."""
+def _beside_first(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Per policy its counts; and the first one's throughput and batch over its own."""
+    first = next(iter(runs.values()))
     figures: dict[str, Any] = {}
     for policy, own in runs.items():
         speed = [
-            paged["output_tokens_per_s"] / each["output_tokens_per_s"]
-            for paged, each in zip(runs["paged"], own)
+            ours["output_tokens_per_s"] / each["output_tokens_per_s"]
+            for ours, each in zip(first, own)
         ]
         figures[policy] = {
             **own[0],
-            "paged_over_this_throughput": report.spread_of(speed)["median"],
-            "paged_over_this_batch": round(
-                runs["paged"][0]["batch_mean"] / own[0]["batch_mean"], 2
-            ),
+            **{name: report.spread_of([run[name] for run in own]) for name in ("output_tokens_per_s", "wall_s")},
+            "first_over_this_throughput": report.spread_of(speed),
+            "first_over_this_batch": round(first[0]["batch_mean"] / own[0]["batch_mean"], 2),
         }  # fmt: skip
     return figures
 

@@ -1,7 +1,10 @@
-"""Settings of the environment compared within one run, each round running all of them in turn.
+"""Settings compared within one run, each round running all of them in turn.
 
     python -m perf.interleave engine --variant default --variant passive:OMP_WAIT_POLICY=passive
     python -m perf.interleave serving --variant default --variant spin:GOMP_SPINCOUNT=1000
+    python -m perf.interleave engine --workloads W2 --variant bf16 --variant int8:quantization=int8
+
+A setting in capitals is one of the environment, another one of the engine.
 
 What else a machine does, and how fast its memory is, changes over minutes; here it hits all variants
 alike. Every round is a pair of runs for each variant and the first one; the ratio that is told is the
@@ -34,23 +37,28 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A named environment."""
+    """A named environment, and settings of the engine."""
 
     name: str
     environment: Mapping[str, str]
+    settings: Mapping[str, str]
 
 
 def parse_variant(text: str) -> Variant:
     """NAME, or NAME:KEY=VALUE with more of KEY=VALUE after commas.
 
-    >>> parse_variant("b:X=1,Y=2:3").environment
-    {'X': '1', 'Y': '2:3'}
+    >>> parse_variant("b:X=1,Y=2:3,block_size=4")
+    Variant(name='b', environment={'X': '1', 'Y': '2:3'}, settings={'block_size': '4'})
     """
     name, _, settings = text.partition(":")
     pairs = [setting.partition("=") for setting in settings.split(",") if setting]
     if not name or not all(equals for _, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"must be NAME:KEY=VALUE,..., not {text!r}")
-    return Variant(name, {key: value for key, _, value in pairs})
+    return Variant(
+        name,
+        {key: value for key, _, value in pairs if key.isupper()},
+        {key: value for key, _, value in pairs if not key.isupper()},
+    )
 
 
 def ratios(baseline: Runs, runs: Runs) -> dict[str, dict[str, float]]:
@@ -63,6 +71,7 @@ def ratios(baseline: Runs, runs: Runs) -> dict[str, dict[str, float]]:
 
 
 def _worker(benchmark: str, variant: Variant, rest: Sequence[str]) -> Worker:
+    rest = [*rest, *(f"--set={name}={value}" for name, value in variant.settings.items())]
     if benchmark == "engine":
         return Worker(["perf.engine", *rest], variant.environment, pause=True)
     # The environment is the server's alone; the client that measures is the same for all. A server
@@ -108,12 +117,12 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m perf.interleave",
-        description="Compare environments in turns; options it does not know go to the benchmark.",
+        description="Compare settings in turns; options it does not know go to the benchmark.",
     )
     parser.add_argument("benchmark", choices=("engine", "serving"))
     parser.add_argument(
         "--variant", action="append", required=True, type=parse_variant,
-        metavar="NAME:KEY=VALUE,...", help="an environment; the first is what others are held to",
+        metavar="NAME:KEY=VALUE,...", help="settings of environment (in capitals) or engine; the first is what others are held to",
     )  # fmt: skip
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N",
@@ -145,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         against = {name: ratios(baseline[name], mine[name]) for name in given.workloads}
         content["variants"][variant.name] = {
             "environment": dict(variant.environment),
+            "settings": dict(variant.settings),
             "ratios": against,
             "workloads": {
                 name: {k: v for k, v in report.spread(mine[name]).items() if k in _FIGURES}

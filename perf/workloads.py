@@ -11,6 +11,7 @@ W4        one prompt of 4,096 tokens, 16 out
 W5        30 requests with the lengths of W2 that arrive at random (Poisson), 2 a second
 sharegpt  64 requests at once with lengths like chats of ShareGPT: means 161 in, 338 out
 alpaca    64 requests at once with lengths like instructions of Alpaca: means 19 in, 58 out
+chunks    8 streams of 16 in, 256 out; from the first second on every second a prompt of 2,048, 4 out
 
 The two means are those of the paper on PagedAttention (arXiv 2309.06180, section 6.1); the form, a
 log-normal distribution, and its spread are ours.
@@ -23,7 +24,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-NAMES = ("W1", "W2", "W3", "W4", "W5", "sharegpt", "alpaca")
+NAMES = ("W1", "W2", "W3", "W4", "W5", "sharegpt", "alpaca", "chunks")
 
 # Below lie the special tokens of common tokenizers.
 _FIRST_ID = 100
@@ -73,6 +74,9 @@ def make(name: str, repetition: int = 0, *, vocab_size: int = _END_ID) -> list[R
         "W5": lambda: requests(uniform_lengths(30), draw, poisson_arrivals(30, rate=2.0)),
         "sharegpt": lambda: requests(log_normal_lengths(SHAREGPT, 64), draw),
         "alpaca": lambda: requests(log_normal_lengths(ALPACA, 64), draw),
+        "chunks": lambda: requests(
+            [(16, 256)] * 8 + [(2048, 4)] * 4, draw, [0.0] * 8 + [1.0, 2.0, 3.0, 4.0]
+        ),
     }
     return makers[name]()
 
