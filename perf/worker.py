@@ -34,20 +34,26 @@ def answer(measure: Callable[[str, int], dict[str, float]]) -> None:
 class Worker:
     """A worker process. Between two runs it is stopped, if it may be, so that it takes no time."""
 
+    @classmethod
+    def of_ours(
+        cls, arguments: Sequence[str], environment: Mapping[str, str], *, pause: bool
+    ) -> Worker:
+        """A module of ours and its arguments."""
+        return cls([sys.executable, "-m", *arguments], environment, pause=pause)
+
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, pause: bool
     ) -> None:
         self._pause = pause
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--worker"],
+            [*command, "--worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
         """Raises RuntimeError if it ends first."""
-        while self._read() != "ready\n":
-            pass
+        self._read_until(lambda line: line == "ready\n")
         self._signal(signal.SIGSTOP)
 
     def measure(self, name: str, repetition: int) -> dict[str, float]:
@@ -55,7 +61,7 @@ class Worker:
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         print(name, repetition, file=self._process.stdin, flush=True)
-        figures: dict[str, float] = json.loads(self._read())
+        figures: dict[str, float] = json.loads(self._read_until(lambda line: line[0] == "{"))
         self._signal(signal.SIGSTOP)
         return figures
 
@@ -64,12 +70,13 @@ class Worker:
         self._signal(signal.SIGCONT)
         self._process.communicate()
 
-    def _read(self) -> str:
+    def _read_until(self, is_it: Callable[[str], bool]) -> str:
+        """The next line that is it; an engine of others may print what it likes before."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the benchmark ended with status {self._process.wait()}")
-        return line
+        for line in self._process.stdout:
+            if is_it(line):
+                return line
+        raise RuntimeError(f"the benchmark ended with status {self._process.wait()}")
 
     def _signal(self, number: int) -> None:
         if self._pause and self._process.poll() is None:

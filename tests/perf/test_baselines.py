@@ -8,7 +8,6 @@ import pytest
 
 from perf import baselines
 from perf.engine import load
-from perf.interleave import parse_variant
 from perf.workloads import RequestSpec
 
 # One long request beside short ones of 16 tokens in all; memory for 96 tokens.
@@ -40,10 +39,3 @@ def test_reservations_keep_others_out_and_lie_empty(figures: dict[str, dict[str,
     assert figures["paged"]["batch_mean"] > 1.5
     waste = {name: each["kv_waste_percent"] for name, each in figures.items()}
     assert waste["paged"] < waste["reserved-exact"] < waste["reserved-max"]
-
-
-def test_a_variant_is_an_environment_and_settings() -> None:
-    variant = parse_variant("b:X_1=1,Y=2:3,block_size=4")
-    assert variant.name == "b"
-    assert variant.environment == {"X_1": "1", "Y": "2:3"}
-    assert variant.settings == {"block_size": "4"}
