@@ -158,7 +158,11 @@ def merge(
 
 @device
 def lay_out_scratch(memory: Any, shape: Shape) -> Any:
-    """One thread's regions in memory, uint8 [scratch_bytes(shape)], ready for run_tasks."""
+    """One thread's regions in memory, uint8 [scratch_bytes(shape)], ready for run_tasks.
+
+    The memory must come into a kernel's parallel loop as an array from outside: of one made inside it
+    Numba sees no use but this one, and may free it at once.
+    """
     scratch = lay_out(memory.ctypes.data, shape)
     zeros = as_f32(scratch.zeros)
     for d in range(0, shape.head_dim, LANES):
@@ -179,24 +183,20 @@ def run_tasks(counter: int, tasks: Any, data: Any, tables: Any, scratch: Any, sh
 
 
 @device
-def _worker(counter: int, tasks: Any, data: Any, tables: Any, shape: Shape) -> None:
-    memory = np.empty(scratch_bytes(shape), np.uint8)
-    run_tasks(counter, tasks, data, tables, lay_out_scratch(memory, shape), shape)
-    memory[0] = 0  # the last use: Numba would free the scratch after the last one it sees
-
-
-@device
-def _work(mode: int, pointers: Any, counter: int, tasks: Any, partials: int, shape: Shape) -> None:
+def _work(
+    mode: int, pointers: Any, counter: int, tasks: Any, partials: int, memory: Any, shape: Shape
+) -> None:
     """All tasks, together with other threads. mode: 0 float32, 1 bfloat16."""
     q, k, v, out, block_tables, cu_seqlens_q, seq_lens = pointers
     tables = (as_i32(block_tables), as_i32(cu_seqlens_q), as_i32(seq_lens))
     part = as_f32(partials)
+    scratch = lay_out_scratch(memory, shape)
     if mode == 0:
         f32 = (as_f32(q), as_f32(k), as_f32(v), as_f32(out), as_f32(q), 4, k, v, part)
-        _worker(counter, tasks, f32, tables, shape)
+        run_tasks(counter, tasks, f32, tables, scratch, shape)
     else:
         bf16 = (as_bf16(q), as_bf16(k), as_bf16(v), as_bf16(out), as_packed_bf16(q), 2, k, v, part)
-        _worker(counter, tasks, bf16, tables, shape)
+        run_tasks(counter, tasks, bf16, tables, scratch, shape)
 
 
 @device
@@ -253,8 +253,9 @@ def _paged_attention(
     counter = np.zeros(1, np.int64)
     pointers = (q, k, v, out, block_tables, cu_seqlens_q, seq_lens)
     counter_at, partials_at = counter.ctypes.data, partials.ctypes.data
-    for _ in numba.prange(threads):
-        _work(mode, pointers, counter_at, tasks, partials_at, shape)
+    memory = np.empty((threads, scratch_bytes(shape)), np.uint8)
+    for t in numba.prange(threads):
+        _work(mode, pointers, counter_at, tasks, partials_at, memory[t], shape)
     if floats > 0:
         _finish(mode, out, cu_seqlens_q, tasks, partials_at, shape)
     counter[0] = 0  # last uses: keep both alive until here

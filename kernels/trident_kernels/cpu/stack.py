@@ -221,16 +221,24 @@ def _gather(source: int, target: int, indices: int, rows: range, width: int) -> 
 
 @device
 def _run(
-    share: tuple[int, int], barrier: int, addresses: tuple[int, int], plan: Any, window_plan: Any, scale: float, eps: float
-) -> None:  # fmt: skip
-    """What one thread does; plan = (tasks, address of partial results or 0), with the window another."""
+    share: tuple[int, int], addresses: tuple[int, int], arrays: Any, scale: float, eps: float
+) -> None:
+    """What one thread does; addresses of the layers and of the step.
+
+    arrays: the tasks of attention without and with a window, what they leave for the merge (empty if
+    nothing), the counts, and this thread's memory.
+    """
     table, step = as_i64(addresses[0]), _read_step(as_i64(addresses[1]))
+    tasks, window_tasks, partial_results, counts, memory = arrays
+    partials = partial_results.ctypes.data
+    is_merged = len(partial_results) > 0
+    # The barrier has a cache line of its own; behind it lies a count of tasks per layer.
+    barrier = (counts.ctypes.data + _LINE - 1) // _LINE * _LINE
     met, counters = as_i64(barrier), barrier + _LINE
     _, count = share
     target = count
     tables = (as_i32(step.block_tables), as_i32(step.cu_seqlens_q), as_i32(step.seq_lens))
     full, windowed = _shape(step, NO_WINDOW, scale), _shape(step, step.window, scale)
-    memory = np.empty(scratch_bytes(full), np.uint8)
     attention_scratch = lay_out_scratch(memory, full)
     scratch = stack_f32(SCRATCH)
     rows = step.num_tokens
@@ -271,17 +279,30 @@ def _run(
         rotate_tokens(data, as_f32(step.cos_sin), index, mine, rope_layout, (with_norm, eps))
         meet(met, target, FOR_EVER)
         target += count
-        tasks, partials = plan if layer.windowed == 0 else window_plan
-        shape = full if layer.windowed == 0 else windowed
         cache = (
             as_bf16(step.query), as_bf16(keys), as_bf16(values), as_bf16(step.attended),
             as_bf16(step.query), 2, keys, values, as_f32(partials),
         )  # fmt: skip
-        run_tasks(counters + 8 * number, tasks, cache, tables, attention_scratch, shape)
+        if layer.windowed == 0:
+            run_tasks(counters + 8 * number, tasks, cache, tables, attention_scratch, full)
+        else:
+            run_tasks(
+                counters + 8 * number, window_tasks, cache, tables, attention_scratch, windowed
+            )
         meet(met, target, FOR_EVER)
         target += count
-        if partials != 0:
-            merge(share, tasks, as_bf16(step.attended), tables[1], as_f32(partials), shape)
+        if is_merged:
+            if layer.windowed == 0:
+                merge(share, tasks, as_bf16(step.attended), tables[1], as_f32(partials), full)
+            else:
+                merge(
+                    share,
+                    window_tasks,
+                    as_bf16(step.attended),
+                    tables[1],
+                    as_f32(partials),
+                    windowed,
+                )
             meet(met, target, FOR_EVER)
             target += count
         attended = step.attended
@@ -335,7 +356,6 @@ def _run(
             _prepare(next_weight, step.normed, mine, hidden, step)
         meet(met, target, FOR_EVER)
         target += count
-    memory[0] = 0  # the last use: Numba would free the scratch after the last one it sees
 
 
 @kernel(parallel_from=0, with_serial=False)
@@ -351,19 +371,13 @@ def _decoder_layers(
         window_tasks, window_floats = plan_tasks(
             tables, step.num_seqs, _shape(step, step.window, scale)
         )
-    partials = np.empty(max(floats, window_floats) + 1, np.float32)
-    partials_at = partials.ctypes.data
-    # The barrier's count on a cache line of its own; then one count of tasks per layer.
+    partials = np.empty(floats + window_floats, np.float32)
     counts = np.zeros(2 * _LINE // 8 + step.num_layers, np.int64)
-    barrier = (counts.ctypes.data + _LINE - 1) // _LINE * _LINE
-    at = partials_at if floats > 0 else 0
-    window_at = partials_at if window_floats > 0 else 0
+    memory = np.empty((threads, scratch_bytes(_shape(step, NO_WINDOW, scale))), np.uint8)
+    # All arrays are named here: as long as the loop runs, Numba keeps what it sees used by it.
     for t in numba.prange(threads):
-        _run(
-            (t, threads), barrier, (table, step_at), (tasks, at), (window_tasks, window_at), scale, eps
-        )  # fmt: skip
-    counts[0] = 0  # last uses: keep both alive until here
-    partials[0] = 0.0
+        arrays = (tasks, window_tasks, partials, counts, memory[t])
+        _run((t, threads), (table, step_at), arrays, scale, eps)
 
 
 @kernel(parallel_from=0, with_serial=False)
