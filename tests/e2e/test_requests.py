@@ -25,7 +25,8 @@ def prompt(number: int) -> list[int]:
 
 def test_64_streams_some_cancelled_the_others_get_their_text(tiny_server: RunningServer) -> None:
     sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8}
-    with tiny_server.client(retries=0) as client:
+    # One that was left holds its place until that is noticed, so the queue may be full for a moment.
+    with tiny_server.client(retries=100) as client:
         alone = {n: client.generate(prompt(n), seed=n, **sampling).text for n in range(64) if n % 3}
         texts: dict[int, str] = {}
         errors: list[TridentError] = []
@@ -166,7 +167,7 @@ def test_the_stock_client_streams_with_vllm_backends_tensors(tiny_server: Runnin
     inputs[0].set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
     inputs[1].set_data_from_numpy(np.array([True]))
     inputs[2].set_data_from_numpy(
-        np.array([b'{"max_tokens": "6", "temperature": "0", "ignore_eos": "true"}'], np.object_)
+        np.array([b'{"max_tokens": "200", "temperature": "0", "ignore_eos": "true"}'], np.object_)
     )
     inputs[3].set_data_from_numpy(np.array([True]))
     results: list[Any] = []
@@ -180,13 +181,13 @@ def test_the_stock_client_streams_with_vllm_backends_tensors(tiny_server: Runnin
     with stock.InferenceServerClient(f"localhost:{tiny_server.grpc_port}") as client:
         client.start_stream(callback)
         client.async_stream_infer("llm", inputs, enable_empty_final_response=True)
-        assert done.wait(30)
+        assert done.wait(60)
         client.stop_stream()
     assert [error for _, error in results] == [None] * len(results)
     assert len(results) > 1
     text = b"".join(result.as_numpy("text_output")[0] for result, _ in results).decode()
     with tiny_server.client() as client:
-        assert text == client.generate("hello", max_tokens=6, temperature=0, ignore_eos=True).text
+        assert text == client.generate("hello", max_tokens=200, temperature=0, ignore_eos=True).text
 
 
 def test_n_sequences_arrive_by_index(tiny_server: RunningServer) -> None:

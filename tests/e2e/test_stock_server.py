@@ -52,7 +52,7 @@ def test_it_fetches_its_model_and_answers(tmp_path: Path, default_model: Path) -
         assert text == "The capital of France is Paris."
         assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
         assert strings(results[-1], "finish_reason") == ["stop"]
-        assert len(results) > 5
+        assert len(results) > 1
 
 
 def test_without_a_model_it_says_what_to_do(tmp_path: Path) -> None:
