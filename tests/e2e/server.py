@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.cli.command import Serve, free_ports, wait_for
+from tests.e2e.metrics import Scrape
 from trident_client import Client
 
 
@@ -76,7 +77,14 @@ class RunningServer:
         assert stats["num_held_blocks"] == 0
         assert stats["num_running_seqs"] == stats["num_waiting_seqs"] == 0
         assert stats["integrity_failures"] == 0
+        wait_for(self._each_has_one_outcome, "every request is counted by its outcome", seconds=30)
         return stats
+
+    def _each_has_one_outcome(self) -> bool:
+        """Of all requests since the start; one that is accepted meanwhile makes it look wrong."""
+        with self.client() as client:
+            accepted = client.stats()["num_accepted_requests"]
+        return sum(Scrape(self.metrics_port).outcomes().values()) == accepted
 
     def send_signal(self, number: int) -> None:
         """As a terminal does on Ctrl-C."""
