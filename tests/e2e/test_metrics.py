@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPTS = ("Hello, my name is", "The most dangerous animal is", "The future of AI is")
 GREEDY = {"temperature": "0", "ignore_eos": True}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +183,24 @@ def test_a_server_without_metrics_serves_all_the_same(tmp_path: Path, tiny_model
     assert "metrics" not in "".join(
         line for line in settings.log_file.read_text().splitlines() if line.startswith("trident")
     )
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_exported(server: RunningServer) -> None:
+    run(server.grpc_port, make_inputs("hello", GREEDY))
+    scrape = Scrape(server.metrics_port)
+    board = json.loads((ROOT / "backend" / "deploy" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [item["query"] for item in board["templating"]["list"] if item["type"] == "query"]
+    for expression in asked:
+        selectors = re.findall(r"([\w:]+)\{([^}]*)\}", expression)
+        # Whatever else is a word in it belongs to the language.
+        rest = re.sub(r"[\w:]+\{[^}]*\}", "", expression)
+        assert selectors and ":" not in rest, expression
+        for name, conditions in selectors:
+            found = scrape.find(name)
+            assert found, f"no series {name}"
+            labels = set(re.findall(r"(\w+)=", conditions.replace("=~", "=")))
+            grouped = set(re.findall(r"by \((\w+)\)", expression))
+            assert labels | grouped <= found[0].labels.keys(), expression
+    positions = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(positions)) == len(positions) >= 10
