@@ -17,13 +17,14 @@ from trident_client import Client
 class RunningServer:
     """Started when entered; when left it must stop cleanly and leave nothing behind."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **options: Any) -> None:
         self.grpc_port, self.metrics_port = free_ports(2)
         self._serve = Serve(
             folder,
             *arguments,
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
+            **options,
         )
 
     def __enter__(self) -> RunningServer:
@@ -66,6 +67,10 @@ class RunningServer:
             with error:
                 return error.code, error.read().decode()
 
+    @property
+    def http_port(self) -> int:
+        return self._serve.http_port
+
     def url(self, path: str) -> str:
         return f"http://localhost:{self._serve.http_port}{path}"
 
@@ -85,6 +90,10 @@ class RunningServer:
         with self.client() as client:
             accepted = client.stats()["num_accepted_requests"]
         return sum(Scrape(self.metrics_port).outcomes().values()) == accepted
+
+    def path(self, absolute: str) -> Path:
+        """A file as the server sees it, which may have mounts of its own."""
+        return Path(f"/proc/{self._serve.process.pid}/root{absolute}")
 
     def send_signal(self, number: int) -> None:
         """As a terminal does on Ctrl-C."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,54 @@ def test_a_truncated_file_of_weights_fails_the_load_in_one_sentence(
         assert last.startswith("error: ") and weights.name in last
         assert "Traceback" not in serve.err
         assert serve.left_behind() == []
+
+
+def state(pid: int) -> str:
+    """As /proc has it: Z of a process that has ended, X where nothing is left of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def test_a_killed_grammar_worker_takes_only_the_request_it_worked_for(
+    tiny_server: RunningServer,
+) -> None:
+    serve = tiny_server._serve
+
+    def ask(pattern: str) -> str:
+        with tiny_server.client(retries=0) as client:
+            sampling = {"structured_outputs": {"regex": pattern}, "max_tokens": 3}
+            return client.generate("x", temperature=0, **sampling).text
+
+    def worker() -> int:
+        (pid,) = serve.children(serve.stub())
+        return pid
+
+    assert set(ask("a+")) == {"a"}
+    idle = worker()
+    os.kill(idle, signal.SIGKILL)
+    wait_for(lambda: state(idle) in "ZX", "it is dead")
+    assert set(ask("b+")) == {"b"}
+    busy = worker()
+    assert busy != idle
+    # Each grammar is tried in a child, which is held where it is, so that the worker is busy indeed.
+    for number in range(100):
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, f"(a|b){{1,{200 + number}}}c")
+            wait_for(lambda: serve.children(busy) or answer.done(), "it is compiled")  # noqa: B023
+            with contextlib.suppress(ProcessLookupError):
+                for child in serve.children(busy):
+                    os.kill(child, signal.SIGSTOP)
+            if answer.done() or not serve.children(busy):
+                continue  # that was too quick to be held
+            os.kill(busy, signal.SIGKILL)
+            with pytest.raises(ServerError) as caught:
+                answer.result()
+            assert caught.value.code == "INTERNAL"
+            break
+    else:
+        raise AssertionError("no compilation could be held")
+    assert set(ask("c+")) == {"c"}
+    assert worker() not in (idle, busy)
+    tiny_server.idle_stats()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import tritonclient.grpc as stock
 
 from tests.cli.command import wait_for
+from tests.e2e.models import without_end
 from tests.e2e.server import RunningServer
 from trident_client import InvalidArgument, TridentError, Unavailable
 
@@ -246,3 +248,40 @@ def test_unload_under_load_and_reload(tiny_server: RunningServer) -> None:
     with tiny_server.client() as client:
         assert len(client.generate("hello", max_tokens=4, ignore_eos=True).text) > 0
     tiny_server.idle_stats()
+
+
+def test_another_version_of_the_settings_is_loaded_under_load(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Triton's override of files: those in flight end where they began, new ones come to the new."""
+    with RunningServer(
+        tmp_path, f"--model={without_end(tiny_model, tmp_path / 'model')}", "--dtype=float32",
+        "--model-control-mode=explicit", "--no-self-check", "--num-blocks=2000",
+    ) as server:  # fmt: skip
+        (folder,) = tmp_path.glob("trident-*/models/llm")
+        settings = json.loads((folder / "1" / "model.json").read_text())
+        files = {
+            "file:1/model.json": json.dumps({**settings, "num_blocks": 1000}).encode(),
+            "file:1/model.py": (folder / "1" / "model.py").read_bytes(),
+        }
+        with (
+            stock.InferenceServerClient(f"localhost:{server.grpc_port}") as control,
+            server.client(retries=0) as client,
+        ):
+            short = [client.stream("hello", max_tokens=300, ignore_eos=True) for _ in range(4)]
+            streams = [client.stream("hello", max_tokens=20_000, ignore_eos=True) for _ in range(2)]
+            for stream in short + streams:
+                next(stream)
+            config = control.get_model_config("llm", as_json=True)["config"]
+            # Triton looks at the files again only if something of the configuration differs.
+            config.setdefault("parameters", {})["edition"] = {"string_value": "2"}
+            control.load_model("llm", config=json.dumps(config), files=files)
+            assert client.stats()["num_blocks"] == 999
+            assert len(client.generate("hello", max_tokens=4, ignore_eos=True).token_ids or ()) == 4
+            for stream in short:
+                assert stream.result().finish_reason == "length"
+            for stream in streams:
+                stream.cancel()
+            control.load_model("llm")  # from the folder again
+            assert client.stats()["num_blocks"] == 1999
+        server.idle_stats()
