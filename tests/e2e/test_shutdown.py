@@ -22,10 +22,10 @@ def test_a_signal_under_load_and_another_one(tmp_path: Path, default_model: Path
         long = [client.stream("Two", max_tokens=2000, ignore_eos=True) for _ in range(3)]
         for stream in short + long:
             next(stream)
-        server.send_signal(signal.SIGINT)
+        server.send_signal(signal.SIGTERM)
         for stream in short:
             assert stream.result().finish_reason == "length"
-        server.send_signal(signal.SIGINT)
+        server.send_signal(signal.SIGTERM)
         for stream in long:
             with pytest.raises((Unavailable, StreamInterrupted)) as caught:
                 stream.result()
