@@ -26,6 +26,7 @@ from trident_llm.model.config import ModelConfig, weight_bytes
 _RUNTIME_BYTES = 400 * 2**20
 # The server and the model's process hold some 90 before the first connection; each of those is one more.
 _OPEN_FILES = 256
+_WANTED_OPEN_FILES = 65536
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_BYTES = 64 * 2**20
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
@@ -78,14 +79,17 @@ def check_ports(ports: Mapping[str, int]) -> None:
 
 
 def raise_open_files_limit() -> None:
-    """Allows this process and those it starts as many open files as it may; refuses too few."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < _OPEN_FILES:
+    """Allows this process and those it starts many open files, if it may; refuses too few."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bounded = most != resource.RLIM_INFINITY
+    if bounded and most < _OPEN_FILES:
         raise CommandError(
             f"only {most} files may be open at once, and the server needs {_OPEN_FILES} or more, one "
             "of them for each connection; raise the limit (ulimit -n, docker run --ulimit nofile=...)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    wanted = min(_WANTED_OPEN_FILES, most) if bounded else _WANTED_OPEN_FILES
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def shared_memory_warning() -> str | None:
