@@ -102,12 +102,16 @@ class Soak:
             except Unavailable as error:
                 became = "refused: the queue was full" if error.field == "queue" else str(error)
                 if error.field != "queue":
-                    self.problems.append(f"{request.name}: {error}")
+                    self._report(f"{request.name}: {error}")
             except (TridentError, Mismatch) as error:
                 became = type(error).__name__
-                self.problems.append(f"{request.name}: {error}"[:1000])
+                self._report(f"{request.name}: {error}"[:1000])
             self.counts["in flight"] -= 1
             self.counts[f"{kind}: {became}"] += 1
+
+    def _report(self, problem: str) -> None:
+        report.say(f"problem: {problem}"[:400])
+        self.problems.append(problem)
 
     def _look(self, seconds: float) -> None:
         memory = sum(map(_memory, self._server.processes())) / 2**20
@@ -132,19 +136,19 @@ class Soak:
                 break
             left = time.monotonic()
             if left > deadline:
-                self.problems.append(f"{stats['num_requests']} requests do not end")
+                self._report(f"{stats['num_requests']} requests do not end")
                 break
             await asyncio.sleep(0.02)
         counted = await asyncio.to_thread(_outcomes, self._server.metrics_port)
         # All that came in before the last question, which is among them, and none after it.
         if counted != stats["num_accepted_requests"]:
-            self.problems.append(
+            self._report(
                 f"{stats['num_accepted_requests']} requests came in, {counted} were counted"
             )
         if stats["num_free_blocks"] != stats["num_blocks"]:
-            self.problems.append(f"{stats['num_held_blocks']} blocks are held while nothing runs")
+            self._report(f"{stats['num_held_blocks']} blocks are held while nothing runs")
         if stats["integrity_failures"]:
-            self.problems.append(f"the pool's accounts: {stats['integrity_failures']} failures")
+            self._report(f"the pool's accounts: {stats['integrity_failures']} failures")
         self.audits.append(
             {
                 "requests": stats["num_accepted_requests"],
@@ -160,7 +164,7 @@ class Soak:
         middle = next(memory for at, memory in self.memory_mib if at >= total / 2)
         last = self.memory_mib[-1][1]
         if last > middle * GROWTH_LIMIT + GROWTH_LIMIT_MIB:
-            self.problems.append(f"memory grew from {middle:.0f} to {last:.0f} MiB")
+            self._report(f"memory grew from {middle:.0f} to {last:.0f} MiB")
         most = max(memory for _, memory in self.memory_mib)
         return {"middle": middle, "end": last, "most": most}
 
@@ -194,8 +198,6 @@ async def soak(
         await run.run(client, seconds, workers)
     memory = run.growth()
     counts = {name: count for name, count in sorted(run.counts.items()) if ":" in name}
-    for problem in run.problems[:20]:
-        report.say(f"problem: {problem}")
     return {
         "ok": not run.problems,
         "problems": run.problems[:20],
