@@ -2,7 +2,8 @@
 
 A request is a function of its kind and number, so its answer can be taken once, alone, and held against
 every later one. Knows nothing of servers but the client. Invariant: with weights in float32 an answer
-does not depend on what else runs, on preemption or on the prefix cache.
+does not depend on what else runs, on preemption or on the prefix cache, as far as no draw lies within a
+rounding error of the bound between two tokens.
 """
 
 from __future__ import annotations
@@ -103,16 +104,17 @@ class MixedRequest:
 
     async def _leave(self, client: AsyncClient, expected: Answer, after: int) -> str:
         """Reads ``after`` deltas and goes."""
-        text = ""
+        ids: list[int] = []
         async with client.stream(self.prompt, **self.sampling) as stream:
             if after:
                 async for number, delta in _numbered(stream):
-                    text += delta.text
+                    ids += delta.token_ids or ()
                     if number == after:
                         break
-        whole = expected[0][1]
-        if not (whole.startswith(text) or text.startswith(whole)):
-            raise Mismatch(f"{self.name}: {text!r} instead of {whole!r}")
+        whole = list(expected[0][2])
+        common = min(len(ids), len(whole))
+        if ids[:common] != whole[:common]:
+            raise Mismatch(f"{self.name}: {ids} instead of {whole}")
         return "left"
 
 
@@ -142,7 +144,9 @@ def make_requests(vocab_size: int, max_model_len: int) -> list[MixedRequest]:
     prefix = prompt(most // 4, most // 4)
     made = []
     for number in range(NUM_EACH):
-        sampled = {"temperature": 0.8, "seed": number, "ignore_eos": True}
+        # After random tokens all of a large vocabulary is about equally likely: draws from all of it come
+        # so near to the bounds between tokens that rounding, which depends on the batch, moves some over.
+        sampled = {"temperature": 0.8, "top_k": 20, "seed": number, "ignore_eos": True}
         greedy = {"temperature": 0, "ignore_eos": True}
         beams = {"use_beam_search": True, "beam_width": 3, "n": 2, "max_tokens": 12}
         structured = {

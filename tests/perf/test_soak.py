@@ -43,6 +43,6 @@ def test_another_answer_is_noticed(tiny_server: RunningServer) -> None:
                 with pytest.raises(mix.Mismatch):
                     await short.send(client, (wrong,), random.Random(0))
             with pytest.raises(mix.Mismatch):
-                await left._leave(client, ((0, "never", (), None),), 10)
+                await left._leave(client, ((0, "never", (0,), None),), 10)
 
     asyncio.run(main())
