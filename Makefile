@@ -32,13 +32,14 @@ else \
 fi
 endef
 
-.PHONY: help serve test check audit fuzz-core fuzz-requests format kernels-aot install venv clean
+.PHONY: help serve test check audit soak fuzz-core fuzz-requests format kernels-aot install venv clean
 
 help:
 	@echo 'make serve [MODEL=DIR] [ARGS="..."]   start a server that answers (ARGS: .venv/bin/trident serve --help)'
 	@echo 'make test                             lint, types and all tests'
 	@echo 'make check                            lint and types'
 	@echo 'make audit                            known faults in what is installed, as pip-audit knows them'
+	@echo 'make soak                             half an hour of mixed load on a real server (MINUTES=...)'
 	@echo 'make fuzz-core                        a million random operations on the scheduler (OPERATIONS=...)'
 	@echo 'make fuzz-requests                    a hundred thousand malformed requests read (REQUESTS=...)'
 	@echo 'make format                           format the code'
@@ -74,6 +75,9 @@ audit: $(VENV)/.dev
 	else \
 	  cat $(VENV)/audit.log; ! grep -q '^Found ' $(VENV)/audit.log; \
 	fi
+
+soak: $(VENV)/.dev
+	GOMP_SPINCOUNT=1000 $(BIN)/python -m perf.soak --minutes $(or $(MINUTES),30)
 
 fuzz-core: $(VENV)/.dev
 	$(BIN)/python -m tests.core.fuzz --operations $(or $(OPERATIONS),1000000)

@@ -28,6 +28,7 @@ from trident_client.wire import Response, Value
 __all__ = ["AsyncCall", "AsyncConnection", "last_response"]
 
 _T = TypeVar("_T")
+_CANCELLED_HERE = "Locally cancelled by application!"  # as gRPC tells it of a cancel on this side
 
 
 class AsyncCall:
@@ -87,9 +88,13 @@ class AsyncCall:
         try:
             message = await self._rpc.read()
         except asyncio.CancelledError:
-            # gRPC raises it for an RPC cancelled by us, too; then it is not this task's.
-            if self._rpc.cancelled() and self.exchange.cancelled:
-                self.exchange.check_alive()
+            # gRPC raises it for an RPC that we or the server cancelled, too; then it is not this task's.
+            if self._rpc.cancelled():
+                if self.exchange.cancelled:
+                    self.exchange.check_alive()
+                details = await self._rpc.details()
+                if details != _CANCELLED_HERE:
+                    raise self.exchange.failed(grpc.StatusCode.CANCELLED, details) from None
             raise
         except grpc.RpcError as error:
             raise self.exchange.failed(error.code(), error.details()) from None

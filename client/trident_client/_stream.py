@@ -30,6 +30,8 @@ from trident_client.wire import Response, Value, build_request, parse_response
 
 __all__ = ["Exchange", "model_info", "stream_metadata"]
 
+_EARLY_SECONDS = 0.005  # gRPC's timers may be that early
+
 
 def stream_metadata(settings: Settings, model: ModelInfo) -> tuple[tuple[str, str], ...]:
     """Headers of a request's RPC.
@@ -139,7 +141,7 @@ class Exchange:
         error = from_status(status, details, request_id=self.request_id)
         if self.cancelled:
             return self._cancelled()
-        if isinstance(error, DeadlineExceeded) and self._timeout is not None:
+        if self._timeout is not None and self._is_timeout(status):
             return self.timed_out()
         # A cancel that nobody here asked for and that has no text of the model: the endpoint closed.
         closed = isinstance(error, Cancelled) and error.field is None and error.code == status.name
@@ -153,6 +155,18 @@ class Exchange:
                 request_id=self.request_id,
             )
         return error
+
+    def _is_timeout(self, status: grpc.StatusCode) -> bool:
+        """Whether the RPC failed since its time was over, for which gRPC has more than one word.
+
+        What the deadline cuts short while gRPC begins it is "Internal error from Core", and a server
+        that sees the deadline first may call it a cancel.
+        """
+        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return True
+        other = status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+        assert self._deadline is not None
+        return other and self._clock() >= self._deadline - _EARLY_SECONDS
 
     def retry_delay(self, error: TridentError) -> float:
         """Seconds to wait before trying again after `error`, which is raised if we must not."""

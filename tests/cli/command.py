@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -63,9 +63,18 @@ def processes_of_group_of(keeper_child: int) -> list[int]:
 
 
 class Serve:
-    """One ``trident serve``; a context manager that ends it if the test did not."""
+    """One ``trident serve``; a context manager that ends it if the test did not.
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    ``wrapper`` is a command that becomes the one that follows it, as ``env`` does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        wrapper: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.http_port, grpc_port, metrics_port = free_ports(3)
         self._out = folder / "out.txt"
         self._err = folder / "err.txt"
@@ -74,12 +83,13 @@ class Serve:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]),
             "TMPDIR": str(folder),
+            **(variables or {}),
         }
         self.temporary = folder
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "trident_llm.cli.main", "serve",
+                    *wrapper, sys.executable, "-m", "trident_llm.cli.main", "serve",
                     f"--http-port={self.http_port}", f"--grpc-port={grpc_port}",
                     f"--metrics-port={metrics_port}", *arguments,
                 ],
@@ -120,12 +130,12 @@ class Serve:
 
     def server(self) -> int:
         """The process id of tritonserver."""
-        (server,) = self._children(self._children(self.process.pid)[0])
+        (server,) = self.children(self.children(self.process.pid)[0])
         return server
 
     def stub(self) -> int:
         """The process id of the process that runs the model."""
-        (stub,) = self._children(self.server())
+        (stub,) = self.children(self.server())
         return stub
 
     def left_behind(self) -> list[str]:
@@ -134,6 +144,7 @@ class Serve:
         patterns = (f"{self.temporary}/trident-{pid}-*", f"/dev/shm/trident_{pid}_*")
         return [path for pattern in patterns for path in glob.glob(pattern)]
 
-    def _children(self, pid: int) -> list[int]:
+    def children(self, pid: int) -> list[int]:
+        """The processes that process ``pid`` has started."""
         tasks = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for task in tasks for child in task.read_text().split()]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from trident_llm.cli import checks
-from trident_llm.cli.errors import CommandError
+from trident_llm.cli.errors import CommandError, describe
 from trident_llm.core.config import EngineConfig
 
 _CONFIG = {
@@ -100,3 +102,42 @@ def test_little_shared_memory_is_warned_about(
     warning = checks.shared_memory_warning()
     assert (warning is not None) == warned
     assert warning is None or "63 MiB" in warning
+
+
+@pytest.mark.parametrize(
+    ("now", "most", "raised"),
+    [
+        (64, 300, (300, 300)),
+        (1024, 2**30, (65536, 2**30)),
+        (1024, resource.RLIM_INFINITY, (65536, resource.RLIM_INFINITY)),
+        (100_000, 2**30, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_the_limit_of_open_files_is_raised(
+    now: int, most: int, raised: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (now, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: told.append(limits))
+    checks.raise_open_files_limit()
+    assert told == ([] if raised is None else [raised])
+
+
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (64, 128))
+    with pytest.raises(CommandError, match=r"only 128 files may be open .*ulimit -n"):
+        checks.raise_open_files_limit()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "/a/b"), "/a/b: No space left; make room there"),
+        (OSError(errno.ENOSPC, "Full", "/from", None, "/to"), "/to: Full; make room there"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files; raise the limit"),
+        (OSError("odd"), "odd"),
+    ],
+)
+def test_what_the_machine_refuses_is_a_sentence(error: OSError, said: str) -> None:
+    assert describe(error).startswith(said)

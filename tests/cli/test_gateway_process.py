@@ -57,15 +57,15 @@ def test_it_ends_with_its_standard_input(tmp_path: Path) -> None:
     assert "listening on" in (tmp_path / "log").read_text()
 
 
-def quickest_answer(connection: http.client.HTTPConnection) -> float:
-    """Seconds for a small answer, on a connection where acknowledgements are delayed by now."""
-    times = []
-    for _ in range(20):
+def answers_at_once(connection: http.client.HTTPConnection) -> bool:
+    """Whether a small answer ever comes at once where acknowledgements are delayed (40 ms) by now."""
+    for number in range(200):
         began = time.monotonic()
         connection.request("GET", "/health")
         connection.getresponse().read()
-        times.append(time.monotonic() - began)
-    return min(times[10:])
+        if number >= 10 and time.monotonic() - began < 0.03:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -91,7 +91,7 @@ def test_what_is_in_flight_is_finished_first(tmp_path: Path, workers: int) -> No
     try:
         wait_for(lambda: gateway_is_up(port) or process.exit_status is not None, "it answers")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        assert quickest_answer(connection) < 0.03
+        assert answers_at_once(connection)
         body = json.dumps({"prompt": "Hi", "stream": True})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()

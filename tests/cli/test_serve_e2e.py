@@ -58,10 +58,11 @@ def test_serves_and_finishes_requests_before_it_stops(tmp_path: Path) -> None:
         serve.wait_for_output("stopping: finishing requests in flight (at most 7 s)")
         serve.process.send_signal(signal.SIGINT)
         serve.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "already stopping" in serve.err, "it says so")
+        (repository / "llm" / "1" / "go_on").touch()
         assert serve.wait_for_end() == 0
         client.join(30)
         assert "".join(texts) == "It is Paris."
-        assert "already stopping" in serve.err
         assert serve.out.endswith("stopped\n")
         assert processes_of_group_of(server) == []
         assert serve.left_behind() == []

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-WAIT = 20.0  # seconds until a test that hangs gives up; nothing waits that long when all is well
+WAIT = 60.0  # seconds until a test that hangs gives up; nothing waits that long when all is well
 
 VLLM_INPUTS = {
     "text_input": "BYTES",

@@ -145,3 +145,15 @@ def test_an_error_stays_the_request_s_error() -> None:
 def test_request_ids_differ() -> None:
     settings = Settings("localhost:1", "llm")
     assert Exchange(settings, None).request_id != Exchange(settings, None).request_id
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
+def test_a_failure_at_the_deadline_is_the_timeout(status: grpc.StatusCode) -> None:
+    clock = Clock()
+    call = exchange(timeout=3.0, clock=clock)
+    early = call.failed(status, "Internal error from Core")
+    assert not isinstance(early, DeadlineExceeded)
+    clock.now += 3.0
+    assert isinstance(call.failed(status, "Internal error from Core"), DeadlineExceeded)
+    lost = call.failed(UNAVAILABLE, "failed to connect")
+    assert isinstance(lost, ConnectionFailed)

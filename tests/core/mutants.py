@@ -125,8 +125,8 @@ MUTANTS = [
     ),
     Mutant(
         "decoded tokens are not taken from the budget", "scheduler",
-        "                budget -= self._schedule_running(step, due, 1, done)",
-        "                self._schedule_running(step, due, 1, done)",
+        "                    budget -= self._schedule_running(step, due, 1, done)",
+        "                    self._schedule_running(step, due, 1, done)",
     ),
     Mutant(
         "what is released is fenced by the oldest step", "scheduler",
@@ -181,8 +181,26 @@ MUTANTS = [
     ),
     Mutant(
         "a more urgent sequence is preempted", "scheduler",
-        "            others = [s for s in others if s.request.params.priority >= own]",
-        "            others = [s for s in others if s.request.params.priority <= own]", True,
+        "            least_urgent = max(s.request.params.priority for s in later)",
+        "            least_urgent = min(s.request.params.priority for s in later)",
+    ),
+    Mutant(
+        "an earlier sequence is preempted", "scheduler",
+        " and self._order(s) > own]", " and s is not leader]",
+    ),
+    Mutant(
+        "blocks that somebody waits for are given away", "scheduler",
+        "                step.num_awaited += wanted\n", "", True,
+    ),
+    Mutant(
+        "prefills leave decoding ones no tokens", "scheduler",
+        "        set_aside = sum(len(due) for _, due in turns)",
+        "        set_aside = sum(0 for _, due in turns)",
+    ),
+    Mutant(
+        "decoding ones take blocks before what is more urgent", "scheduler",
+        "        for seq, due in turns:\n",
+        "        for seq, due in sorted(turns, key=lambda turn: not turn[1]):\n",
     ),
     Mutant(
         "the row of a finished sequence is not told", "scheduler",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.core.beam_reference import beam_search
 from tests.core.fake_device import FakeDevice, candidates, solo_ids
 from trident_llm.core.config import SchedulerConfig
@@ -70,8 +72,8 @@ def test_decodes_come_first_and_a_long_prompt_leaves_a_share_to_others() -> None
     answer(scheduler, output)
     output = scheduler.schedule()
     assert output is not None
-    # The short one decodes already, ahead of the long one's next chunk.
-    assert list(tokens_by_row(output).values()) == [1, 15]
+    # The short one decodes already: its token is set aside before the long one's next chunk.
+    assert list(tokens_by_row(output).values()) == [15, 1]
 
 
 def test_cached_tokens_are_not_computed_again() -> None:
@@ -262,22 +264,93 @@ def test_priority_goes_before_arrival() -> None:
     assert low.sequences[0].status is RequestStatus.WAITING
 
 
-def test_a_more_urgent_sequence_is_never_preempted() -> None:
-    # While its long prompt is computed bit by bit, the lax one's output takes the last blocks.
-    scheduler = make(scheduling_policy="priority", num_blocks=7, long_prefill_token_threshold=1)
-    urgent = request("urgent", [1] * 12, priority=0, max_tokens=4)
-    lax = request("lax", [2] * 2, priority=1, max_tokens=20)
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+@pytest.mark.parametrize("num_prompt", range(9, 13))
+def test_the_first_in_order_is_never_preempted(policy: str, num_prompt: int) -> None:
+    # While its long prompt is computed bit by bit, the other one's output takes the last blocks.
+    scheduler = make(
+        scheduling_policy=policy, num_blocks=6, max_model_len=20, long_prefill_token_threshold=1
+    )
+    first = request("first", [1] * num_prompt, priority=0, max_tokens=4)
+    second = request("second", [2], priority=1, max_tokens=12)
     device = FakeDevice(scheduler.config)
-    scheduler.add(lax)
-    for _ in range(10):
+    if policy == "priority":
+        scheduler.add(second)
         output = scheduler.schedule()
         assert output is not None
         scheduler.update(device.launch(output))
-    scheduler.add(urgent)
+        scheduler.add(first)
+    else:
+        scheduler.add(first)
+        scheduler.add(second)
     run(scheduler, device)
     assert scheduler.stats.num_preemptions > 0
-    assert urgent.sequences[0].num_preemptions == 0
-    assert [item.sequences[0].finish_reason for item in (urgent, lax)] == [FinishReason.LENGTH] * 2
+    assert first.sequences[0].num_preemptions == 0
+    assert [item.sequences[0].finish_reason for item in (first, second)] == [
+        FinishReason.LENGTH
+    ] * 2
+
+
+def test_blocks_that_an_urgent_one_waits_for_are_not_taken_by_others() -> None:
+    scheduler = make(
+        scheduling_policy="priority",
+        num_blocks=12,
+        max_model_len=40,
+        long_prefill_token_threshold=8,
+    )
+    device = FakeDevice(scheduler.config)
+    lax = [request(str(n), [n] * n, priority=1, max_tokens=9) for n in (2, 1)]
+    gone = request("gone", [0], priority=1, max_tokens=9)
+    urgent = request("urgent", [0] * 32, priority=0)
+    for items in ([*lax, gone], [urgent], []):
+        for item in items:
+            scheduler.add(item)
+        output = scheduler.schedule()
+        assert output is not None
+        scheduler.update(device.launch(output))
+    launched = scheduler.schedule()
+    assert launched is not None
+    scheduler.abort(gone)  # its block comes back when the step has completed
+    assert (scheduler.pool.num_free, scheduler.pool.num_fenced) == (1, 1)
+    output = scheduler.schedule()  # the urgent one wants two blocks, one of the others the free one
+    assert output is not None
+    assert list(tokens_by_row(output).values()) == [1]
+    scheduler.update(device.launch(launched))
+    scheduler.update(device.launch(output))
+    output = scheduler.schedule()
+    assert output is not None
+    assert next(iter(tokens_by_row(output).values())) == 8
+
+
+def test_the_least_urgent_is_preempted_even_if_it_costs_more() -> None:
+    scheduler = make(scheduling_policy="priority", num_blocks=9, max_model_len=32)
+    device = FakeDevice(scheduler.config)
+    items = [
+        request("urgent", [0] * 8, priority=0, max_tokens=20),
+        request("usual", [1] * 4, priority=1, max_tokens=8),
+        request("lax", [2] * 8, priority=2, max_tokens=8),
+    ]
+    for item in items:
+        scheduler.add(item)
+    run(scheduler, device)
+    assert [item.sequences[0].num_preemptions > 0 for item in items] == [False, False, True]
+
+
+def test_of_equals_the_one_that_costs_least_to_redo_is_preempted() -> None:
+    scheduler = make(num_blocks=10, max_model_len=36)
+    device = FakeDevice(scheduler.config)
+    items = [
+        request(name, [number] * length, max_tokens=16)
+        for number, (name, length) in enumerate([("first", 8), ("short", 4), ("long", 12)])
+    ]
+    for item in items:
+        scheduler.add(item)
+    while not scheduler.stats.num_preemptions:
+        output = scheduler.schedule()
+        assert output is not None
+        scheduler.update(device.launch(output))
+    assert [item.sequences[0].num_preemptions for item in items] == [0, 1, 0]
+    run(scheduler, device)
 
 
 def test_a_prompt_with_nothing_to_generate_ends_when_it_is_computed() -> None:

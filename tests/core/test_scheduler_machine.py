@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis
 import pytest
@@ -27,6 +27,7 @@ from tests.core.beam_reference import beam_search
 from tests.core.fake_device import FakeDevice, candidates, digest, solo_ids
 from trident_llm.core.block_pool import most_blocks_of_beams
 from trident_llm.core.config import SchedulerConfig
+from trident_llm.core.group import due_with
 from trident_llm.core.messages import StepResult
 from trident_llm.core.request import FinishReason, Request, RequestStatus, Sequence
 from trident_llm.core.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ EOS = 2
 
 class SchedulerMachine(RuleBasedStateMachine):
     depth = 0
-    num_operations = 0  # of all machines, for the long run's report
+    totals: ClassVar[Counter[str]] = Counter()  # of all machines, for the long run's report
 
     @initialize(
         block_size=st.integers(2, 4),
@@ -174,11 +175,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             (seq, block) for seq in self.scheduler.running for block in seq.blocks
             if block.block_hash is not None
         ]  # fmt: skip
+        ran = list(self.scheduler.running)
+        decoding = [seq for seq in ran if due_with(seq)]
         output = self.scheduler.schedule()
         self.count_overtaken(waited)
+        self.check_who_was_preempted(ran)
         self.note_meanings()
         if output is None:
             return False
+        if self.depth == 0:  # else some may wait until blocks are out of use
+            scheduled = {row.row for row in output.scheduled_rows}
+            assert all(seq.row in scheduled for seq in decoding if seq.row is not None), "starves"
         sampling = [seq for seq in self.scheduler.running if seq.num_placeholders]
         assert all(seq.num_placeholders == 1 for seq in sampling if seq.request.in_lockstep)
         self.launched.append(self.device.launch(output))
@@ -190,6 +197,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             kept = block in seq.blocks and block.block_hash is not None
             assert not (kept and block.block_id in again), "what others may read is written"
         return True
+
+    def check_who_was_preempted(self, ran: list[Sequence]) -> None:
+        """Never the first in order, and nobody while one that is less urgent goes on."""
+        preempted = [seq for seq in ran if seq.status is RequestStatus.WAITING]
+        assert not preempted or ran[0].status is RequestStatus.RUNNING
+        for seq in preempted:
+            urgency = self.order(seq)[0]
+            assert all(self.order(other)[0] <= urgency for other in self.scheduler.running)
 
     def count_overtaken(self, waited: list[Sequence]) -> None:
         admitted = [seq for seq in waited if seq.status is RequestStatus.RUNNING]
@@ -303,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sequence_is_in_one_queue_at_its_place(self) -> None:
-        SchedulerMachine.num_operations += 1
+        SchedulerMachine.totals["operations"] += 1
         if not hasattr(self, "scheduler"):
             return
         waiting, running = self.scheduler.waiting, self.scheduler.running
@@ -396,6 +411,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_in_flight == 0
         assert not self.scheduler._pending_forks
         assert sorted(self.scheduler._free_rows) == list(range(self.config.max_num_seqs))
+        self.count_totals()
+
+    def count_totals(self) -> None:
+        stats = self.scheduler.stats
+        SchedulerMachine.totals.update(
+            machines=1,
+            requests=len(self.requests),
+            searches=sum(request.beams is not None for request in self.requests),
+            steps=self.scheduler._next_step - 1,
+            preemptions=stats.num_preemptions,
+            prefix_hits=stats.prefix_hits,
+            lost_requests=len(self.lost),
+        )
 
 
 def run_machine(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.models import without_end
 from tests.e2e.server import RunningServer
 
 
@@ -31,5 +32,21 @@ def tiny_server(
         tmp_path_factory.mktemp("tiny"),
         f"--model={tiny_model}", "--dtype=float32", "--model-control-mode=explicit",
         "--no-self-check", "--max-num-seqs=8", "--num-blocks=400", "--max-waiting=16",
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture(scope="session")
+def endless_server(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[RunningServer]:
+    """A tiny model whose requests last until they are cancelled, as far as a test can tell.
+
+    For whatever must happen while a request runs: a fast machine ends a short one before the test looks.
+    """
+    folder = tmp_path_factory.mktemp("endless")
+    with RunningServer(
+        folder, f"--model={without_end(tiny_model, folder / 'model')}", "--dtype=float32",
+        "--no-self-check", "--max-num-seqs=4", "--num-blocks=15001", "--max-waiting=64",
     ) as server:  # fmt: skip
         yield server

@@ -38,6 +38,18 @@ class Scrape:
             if sample.name == name and labels.items() <= sample.labels.items()
         ]
 
+    def outcomes(self, model: str = "llm") -> dict[str, float]:
+        """How many requests ended, by what became of them; each is counted by one of these."""
+        codes = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+        return {
+            "result": self.total("vllm:request_success_total", model=model),
+            "control": self.total("trident:control_requests_total", model=model),
+            **{
+                code: self.total("trident:request_errors_total", code=code, model=model)
+                for code in codes
+            },
+        }
+
     def total(self, name: str, **labels: str) -> float:
         """The sum over the series that have these labels; fails if there is none."""
         found = self.find(name, **labels)

@@ -151,7 +151,7 @@ def test_logprobs_spell_the_text(
 
 
 def test_two_prompts_on_one_stream_come_token_by_token(small_pool_server: RunningServer) -> None:
-    """16 tokens are 16 responses and no more: the real model's steps never outrun the sending."""
+    """A response brings the text of one token, or of some where steps have outrun the sending."""
     prompts = ["The capital of France is", "The future of AI is"]
     expected = []
     with small_pool_server.client() as client:
@@ -167,7 +167,11 @@ def test_two_prompts_on_one_stream_come_token_by_token(small_pool_server: Runnin
     deltas: list[list[str]] = [[], []]
     for result, _ in results:
         deltas[int(result.get_response().id)] += strings(result, "text_output")
-    assert deltas == expected
+    for sent, tokens in zip(deltas, expected):
+        assert 1 < len(sent) <= len(tokens)
+        assert "".join(sent) == "".join(tokens)
+        ends = set(itertools.accumulate(map(len, tokens)))
+        assert ends.issuperset(itertools.accumulate(map(len, sent)))
 
 
 def test_when_the_input_comes_back(tiny_server: RunningServer) -> None:
@@ -187,18 +191,18 @@ def test_when_the_input_comes_back(tiny_server: RunningServer) -> None:
     assert "When streaming, `exclude_input_in_output` = False is not allowed." in message
 
 
-def test_a_cancel_has_one_callback_and_ends_the_requests(tiny_server: RunningServer) -> None:
-    before = tiny_server.idle_stats()["scheduled_tokens"]
-    with Stream(tiny_server.grpc_port) as stream, tiny_server.client() as client:
+def test_a_cancel_has_one_callback_and_ends_the_requests(endless_server: RunningServer) -> None:
+    before = endless_server.idle_stats()["scheduled_tokens"]
+    with Stream(endless_server.grpc_port) as stream, endless_server.client() as client:
         for _ in range(12):  # some run, some wait
-            stream.send("llm", make_inputs(PROMPT, {**GREEDY, "max_tokens": 230}))
+            stream.send("llm", make_inputs(PROMPT, {**GREEDY, "max_tokens": 50_000}))
         wait_for(lambda: client.stats()["scheduled_tokens"] > before, "they are being computed")
         stream.cancel()
         ((result, error),) = stream.wait_for(1)
     assert result is None
     assert error.status() == "StatusCode.CANCELLED"
-    after = tiny_server.idle_stats()["scheduled_tokens"]
-    assert after - before < 12 * 230
+    after = endless_server.idle_stats()["scheduled_tokens"]
+    assert after - before < 12 * 50_000
 
 
 def test_parameters_as_a_tensor_and_as_request_parameters(tiny_server: RunningServer) -> None:
@@ -326,7 +330,7 @@ def test_a_deadline_ends_a_request_and_says_so(tiny_server: RunningServer) -> No
         tiny_server.client(retries=0) as client,
         pytest.raises((DeadlineExceeded, Unavailable)),
     ):
-        client.generate(PROMPT, timeout=0.06, max_tokens=230, ignore_eos=True)
+        client.generate(PROMPT, timeout=0.02, max_tokens=230, ignore_eos=True)
     assert run(tiny_server.grpc_port, make_inputs(PROMPT, GREEDY), timeout=60_000_000)
     tiny_server.idle_stats()
 
@@ -357,24 +361,25 @@ def test_generate_and_generate_stream(tiny_server: RunningServer) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert PROMPT + "".join(event["text_output"] for event in events) == answer["text_output"]
     assert sum(event["num_output_tokens"] for event in events) == 5
-    assert [event["finish_reason"] for event in events[-2:]] == ["None", "length"]
+    reasons = [event["finish_reason"] for event in events]
+    assert reasons == ["None"] * (len(events) - 1) + ["length"]
 
     error = tiny_server.post("/v2/models/llm/generate_stream", {**body, "image": ["x"]})[1]
     assert error.startswith('data: {"error":"INVALID_ARG image: ')
 
 
-def test_control_operations_need_no_place_in_the_queue(tiny_server: RunningServer) -> None:
-    with tiny_server.client(retries=0) as client:
-        streams = [client.stream(PROMPT, max_tokens=200, ignore_eos=True) for _ in range(12)]
+def test_control_operations_need_no_place_in_the_queue(endless_server: RunningServer) -> None:
+    with endless_server.client(retries=0) as client:
+        streams = [client.stream(PROMPT, max_tokens=14_000, ignore_eos=True) for _ in range(8)]
         wait_for(lambda: client.stats()["num_waiting_seqs"] > 0, "some wait")
         ids = client.tokenize(PROMPT)
         assert client.detokenize(ids) == PROMPT
         stats = client.stats()
-        assert stats["num_running_seqs"] == 8
+        assert stats["num_running_seqs"] == 4
         assert stats["num_held_blocks"] + stats["num_free_blocks"] == stats["num_blocks"]
         for stream in streams:
             stream.cancel()
-    tiny_server.idle_stats()
+    endless_server.idle_stats()
 
 
 def test_ids_in_and_out(tiny_server: RunningServer) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ from tests.cli.command import free_ports, wait_for
 from tests.e2e.metrics import Scrape
 from tests.e2e.models import without_end
 from tests.e2e.server import RunningServer
-from tests.e2e.stock_client import Stream, make_inputs, run
+from tests.e2e.stock_client import Stream, is_final, make_inputs, run
 from trident_client import InvalidArgument
 from trident_llm.cli.http_check import model_is_ready
 from trident_llm.cli.repository import write_repository
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPTS = ("Hello, my name is", "The most dangerous animal is", "The future of AI is")
 GREEDY = {"temperature": "0", "ignore_eos": True}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +89,11 @@ def test_labels_name_model_and_instance(server: RunningServer) -> None:
         }.items()  # fmt: skip
 
 
-def test_every_request_has_one_outcome(server: RunningServer) -> None:
+def test_every_request_has_one_outcome(endless_server: RunningServer) -> None:
+    server = endless_server
+
     def outcomes() -> dict[str, float]:
-        scrape = Scrape(server.metrics_port)
-        codes = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-        return {
-            "result": scrape.total("vllm:request_success_total"),
-            "control": scrape.total("trident:control_requests_total"),
-            **{code: scrape.total("trident:request_errors_total", code=code) for code in codes},
-        }
+        return Scrape(server.metrics_port).outcomes()
 
     before = outcomes()
     with server.client(retries=0) as client:
@@ -104,11 +103,11 @@ def test_every_request_has_one_outcome(server: RunningServer) -> None:
             with pytest.raises(InvalidArgument):
                 client.generate("hello", temperature=-1)
     with Stream(server.grpc_port) as stream:
-        stream.send("llm", make_inputs("hello", {"max_tokens": 500, **GREEDY}, stream=True))
+        stream.send("llm", make_inputs("hello", {"max_tokens": 50_000, **GREEDY}, stream=True))
         wait_for(lambda: stream.results, "it streams")
         stream.cancel()
     with Stream(server.grpc_port) as stream:
-        stream.send("llm", make_inputs("hello", {"max_tokens": 500, **GREEDY}), timeout=50_000)
+        stream.send("llm", make_inputs("hello", {"max_tokens": 50_000, **GREEDY}), timeout=50_000)
         stream.wait_for(1)
     wait_for(lambda: outcomes()["CANCELLED"] > before["CANCELLED"], "the cancel is counted")
     gained = {name: value - before[name] for name, value in outcomes().items()}
@@ -120,10 +119,14 @@ def test_every_request_has_one_outcome(server: RunningServer) -> None:
 def test_gauges_follow_the_engine(server: RunningServer) -> None:
     inputs = make_inputs("hello there " * 4, {"max_tokens": 550, **GREEDY}, stream=True)
     with Stream(server.grpc_port) as stream:
-        for _ in range(8):
-            stream.send("llm", inputs)
+        num_sent = 0
 
         def busy() -> bool:
+            nonlocal num_sent
+            ended = sum(error is not None or is_final(result) for result, error in stream.results)
+            while num_sent - ended < 8:  # a fast machine ends them before the gauges are pushed
+                stream.send("llm", inputs)
+                num_sent += 1
             scrape = Scrape(server.metrics_port)
             used = scrape.total("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="used")
             return (
@@ -134,7 +137,7 @@ def test_gauges_follow_the_engine(server: RunningServer) -> None:
             )
 
         wait_for(busy, "the gauges show it")
-        results = stream.wait_for(8)
+        results = stream.wait_for(num_sent)
     assert all(error is None for _, error in results)
     scrape = Scrape(server.metrics_port)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -180,3 +183,24 @@ def test_a_server_without_metrics_serves_all_the_same(tmp_path: Path, tiny_model
     assert "metrics" not in "".join(
         line for line in settings.log_file.read_text().splitlines() if line.startswith("trident")
     )
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_exported(server: RunningServer) -> None:
+    run(server.grpc_port, make_inputs("hello", GREEDY))
+    scrape = Scrape(server.metrics_port)
+    board = json.loads((ROOT / "backend" / "deploy" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [item["query"] for item in board["templating"]["list"] if item["type"] == "query"]
+    for expression in asked:
+        selectors = re.findall(r"([\w:]+)\{([^}]*)\}", expression)
+        # Whatever else is a word in it belongs to the language.
+        rest = re.sub(r"[\w:]+\{[^}]*\}", "", expression)
+        assert selectors and ":" not in rest, expression
+        for name, conditions in selectors:
+            found = scrape.find(name)
+            assert found, f"no series {name}"
+            labels = set(re.findall(r"(\w+)=", conditions.replace("=~", "=")))
+            grouped = set(re.findall(r"by \((\w+)\)", expression))
+            assert labels | grouped <= found[0].labels.keys(), expression
+    positions = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(positions)) == len(positions) >= 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 
 import pytest
 
@@ -20,7 +19,7 @@ NUM_LEAVING = 200
 NUM_STAYING = 12
 AT_ONCE = 14  # with the two that stay as many as the server lets in
 SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.8}
-SECONDS = 2.0  # until all is as it was
+SECONDS = 30.0  # until all is as it was; two on a machine that is not crowded
 
 
 def test_a_storm_of_disconnects(tiny_server: RunningServer) -> None:
@@ -70,7 +69,6 @@ def test_a_storm_of_disconnects(tiny_server: RunningServer) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    ended = time.monotonic()
     with tiny_server.client() as client:
         wait_for(lambda: client.stats()["num_requests"] == 0, "all requests end", seconds=SECONDS)
         stats = client.stats()
@@ -82,7 +80,7 @@ def test_a_storm_of_disconnects(tiny_server: RunningServer) -> None:
                 and Scrape(tiny_server.metrics_port).total("vllm:num_requests_waiting") == 0
             ),
             "the gauges are back",
-            seconds=max(0.5, SECONDS - (time.monotonic() - ended)),
+            seconds=SECONDS,
         )
     assert unexpected == []
     assert len(left) == NUM_LEAVING

@@ -103,7 +103,7 @@ def test_a_slow_grammar_is_refused_and_streams_go_on(small_pool_server: RunningS
         "minProperties": 10,
         "maxProperties": 150,
     }
-    plain = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    plain = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
     refused: list[InvalidArgument] = []
     with small_pool_server.client() as client:
         alone = client.generate("Once upon a time", **plain).text

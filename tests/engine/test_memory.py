@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.harness import Harness, make_engine
+from trident_llm.core.errors import ConfigError
+from trident_llm.model import executor
 
 
 def allocated_bytes(harness: Harness) -> int:
@@ -30,3 +33,12 @@ def test_a_decode_step_allocates_the_same_whatever_the_context(tiny_model: Path)
     # One layer's keys and values of the context, which a gather would copy.
     gathered = 2 * 220 * 2 * 16 * torch.float32.itemsize
     assert long - short < gathered / 4
+
+
+def test_a_pool_that_is_refused_although_it_seemed_to_fit(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another program has taken the memory meanwhile, or a limit is set on addresses."""
+    monkeypatch.setattr(executor, "_free_bytes", lambda device: 2**62)
+    with pytest.raises(ConfigError, match=r"KV pool of \d+ blocks was refused .* lower num_blocks"):
+        make_engine(tiny_model, num_blocks=2**42)

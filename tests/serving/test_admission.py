@@ -38,7 +38,7 @@ class Door:
     def knock(self) -> None:
         """Starts waiting, and has looked once when this returns."""
         self.thread.start()
-        assert self.looked.acquire(timeout=10)
+        assert self.looked.acquire(timeout=60)
 
     def answer(self) -> RequestError | None:
         self.thread.join(10)
@@ -72,7 +72,7 @@ def test_a_control_operation_is_answered_when_the_queue_is_full(
 def test_a_full_queue_blocks_until_a_step_makes_room() -> None:
     door = Door("block", num_waiting=2)
     door.knock()
-    assert door.looked.acquire(timeout=10)
+    assert door.looked.acquire(timeout=60)
     assert door.thread.is_alive()
     assert door.admission.num_blocked == 1
     door.num_waiting = 1

@@ -39,7 +39,7 @@ class Loop:
 
     def wait_for(self, request_id: str) -> Any:
         with self.news:
-            assert self.news.wait_for(lambda: request_id in self.added, 30)
+            assert self.news.wait_for(lambda: request_id in self.added, 60)
         return self.added[request_id]
 
 
@@ -55,7 +55,7 @@ class Responder:
 
     def wait_for(self, request_id: str) -> Any:
         with self.news:
-            assert self.news.wait_for(lambda: request_id in self.answers, 30)
+            assert self.news.wait_for(lambda: request_id in self.answers, 60)
         return self.answers[request_id]
 
 
@@ -75,7 +75,7 @@ class Compiler:
         if spec not in self.known:
             self.asked.append(spec.text)
             self.began.release()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(60)
         if "bad" in spec.text:
             raise invalid(field, "cannot be compiled")
         self.known.add(spec)
@@ -122,7 +122,7 @@ def test_others_pass_while_a_grammar_compiles(door: Door) -> None:
     door.compiler.known.add(spec_of("known"))
     for number in range(5):  # more than there are threads
         door.send(f"slow {number}", guided_regex=f"slow{number}")
-    assert door.compiler.began.acquire(timeout=30)
+    assert door.compiler.began.acquire(timeout=60)
     door.send("plain")
     door.send("known", guided_regex="known")
     assert door.loop.wait_for("plain") is None
@@ -147,7 +147,7 @@ def test_a_grammar_that_fails_is_answered_under_its_parameter(door: Door) -> Non
 
 def test_nothing_is_compiled_for_a_client_that_left(door: Door) -> None:
     door.send("first", guided_regex="first")
-    assert door.compiler.began.acquire(timeout=30)
+    assert door.compiler.began.acquire(timeout=60)
     second = door.send("second", guided_regex="second")
     door.send("after it", guided_regex="third")
     gone = RequestError(ErrorCode.CANCELLED, "request", "cancelled by the client")

@@ -43,6 +43,7 @@ def run_request(metrics: Metrics, params: SamplingParams, *steps: Any) -> None:
     times = TIMES if params.max_tokens else replace(TIMES, first_token=0.0)
     for number, (now, *deltas) in enumerate(steps, start=1):
         output = make_output("1", *deltas, finished=number == len(steps), times=times)
+        progress.take(output)
         metrics.sent(progress, output, now)
         if output.finished:
             metrics.finished(progress, output, params, now)

@@ -25,6 +25,7 @@ class Request:
 
     def __init__(self, text: str, sampling: dict[str, Any], **flags: bool) -> None:
         self.sender = Sender()
+        self.caller_id = ""
         self._inputs = [
             Tensor("text_input", np.array([text.encode()], np.object_)),
             Tensor("sampling_parameters", np.array([json.dumps(sampling).encode()], np.object_)),
@@ -36,6 +37,9 @@ class Request:
 
     def parameters(self) -> str:
         return ""
+
+    def request_id(self) -> str:
+        return self.caller_id
 
     def timeout(self) -> int:
         return 0

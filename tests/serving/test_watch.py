@@ -68,7 +68,7 @@ def leaves_after(statuses: list[int]) -> bool:
     watcher = ServerWatch("llm", "1", server.endpoint)
     watcher.start()
     for _ in statuses:
-        assert server.answered.acquire(timeout=10)
+        assert server.answered.acquire(timeout=60)
     # One more round, so that the last answer has been taken in; none comes once it saw a leave.
     server.answered.acquire(timeout=0.2)
     watcher.stop()
@@ -94,8 +94,8 @@ def test_a_closed_endpoint_means_leaving() -> None:
     server = FakeServer([200])
     watcher = ServerWatch("llm", "1", server.endpoint)
     watcher.start()
-    assert server.answered.acquire(timeout=10)
-    assert server.answered.acquire(timeout=10)
+    assert server.answered.acquire(timeout=60)
+    assert server.answered.acquire(timeout=60)
     server.close()
-    watcher._thread.join(10)
+    watcher._thread.join(60)
     assert watcher.server_leaves()

@@ -1,4 +1,4 @@
-"""Looks before the start for what would make it fail: folder, memory, ports, shared memory.
+"""Looks before the start for what would make it fail: folder, memory, ports, files, shared memory.
 
 Knows model folders by their config and the machine by :mod:`trident_llm.core.machine`; it imports no
 torch. Each mistake is one :class:`CommandError`. What passes here may still fail in the server, which
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ from trident_llm.model.config import ModelConfig, weight_bytes
 
 # What a process with torch, the tokenizer and the server holds before any weight is loaded.
 _RUNTIME_BYTES = 400 * 2**20
+# The server and the model's process hold some 90 before the first connection; each of those is one more.
+_OPEN_FILES = 256
+_WANTED_OPEN_FILES = 65536
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_BYTES = 64 * 2**20
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
@@ -72,6 +76,20 @@ def check_ports(ports: Mapping[str, int]) -> None:
                 raise CommandError(
                     f"port {port} {reason}; stop what listens there or choose another with {option}"
                 ) from None
+
+
+def raise_open_files_limit() -> None:
+    """Allows this process and those it starts many open files, if it may; refuses too few."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bounded = most != resource.RLIM_INFINITY
+    if bounded and most < _OPEN_FILES:
+        raise CommandError(
+            f"only {most} files may be open at once, and the server needs {_OPEN_FILES} or more, one "
+            "of them for each connection; raise the limit (ulimit -n, docker run --ulimit nofile=...)"
+        )
+    wanted = min(_WANTED_OPEN_FILES, most) if bounded else _WANTED_OPEN_FILES
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def shared_memory_warning() -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from trident_llm import __version__
 from trident_llm.cli.console import Console
-from trident_llm.cli.errors import CommandError
+from trident_llm.cli.errors import CommandError, describe
 from trident_llm.cli.options import add_serve_options, serve_options
 from trident_llm.cli.serve import serve
 from trident_llm.cli.stop_signals import StopSignals
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with StopSignals() as stop:
         try:
             status = serve(serve_options(parsed), console, stop)
-        except CommandError as error:
+        except (CommandError, OSError) as error:
             console.drop_phase()
-            console.error(str(error))
+            console.error(describe(error) if isinstance(error, OSError) else str(error))
             status = 1
     _forget_broken_output()
     return status

@@ -41,6 +41,7 @@ def serve(options: ServeOptions, console: Console, stop: StopSignals) -> int:
         check_gateway()
         ports["--openai-port"] = options.openai_port
     checks.check_ports(ports)
+    checks.raise_open_files_limit()
     binary = find_tritonserver(options.tritonserver)
     checks.check_settings(options.engine_settings)
     run_directory = Path(tempfile.mkdtemp(prefix=f"trident-{os.getpid()}-"))

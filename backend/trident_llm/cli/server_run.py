@@ -302,7 +302,10 @@ class ServerRun:
                 self._console.log(line)
 
     def _show_event(self, line: str) -> None:
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return  # cut off where the disk was full
         match event["event"]:
             case "begin":
                 self._loading = True

@@ -79,6 +79,9 @@ class EngineConfig:
     watchdog_seconds: float = _setting(
         120.0, "how long the engine may make no progress before it counts as stuck"
     )
+    log_requests: bool = _setting(
+        True, "a line of JSON in the log at the end of each request, with nothing of its text"
+    )
     tensor_parallel_size: int = _setting(1, "devices that share one model; only 1 is supported")
     quantization: Literal["int8"] | None = _setting(
         None, "int8: linear layers in 8 bits, on CPUs with AVX-512 VNNI; default: as dtype says"

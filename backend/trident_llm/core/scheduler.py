@@ -1,9 +1,11 @@
 """Which tokens to compute in the next step, and what became of them.
 
 There are no phases: a sequence is scheduled until ``num_computed_tokens`` reaches ``num_tokens``,
-whether those are prompt or output tokens. One step's tokens come from one budget, in this order:
-sequences that decode, running prefills, waiting sequences. When blocks run out, the sequence that
-costs least to redo is preempted: its blocks go, its tokens stay, and it is computed again later.
+whether those are prompt or output tokens. One step's tokens come from one budget: sequences that
+decode have theirs set aside, running prefills share the rest, waiting sequences get what is left.
+Blocks go to the running sequences in their order, by priority and arrival. When they run out, one that
+comes later is preempted, of the least urgent the one that costs least to redo: its blocks go, its
+tokens stay, and it is computed again later. So the first in order is never preempted.
 
 The beams of a search are a group: admitted, preempted and computed together, apart from what they
 compute again after a preemption. Then the first beam computes what all have in common, and the others
@@ -138,15 +140,17 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         preempted = self.stats.num_preemptions
         done: set[Sequence] = set()
-        for seq in list(self.running):
-            due = due_with(seq)
-            if due and len(due) <= budget:
-                budget -= self._schedule_running(step, due, 1, done)
-        prefills = [seq for seq in self.running if seq.num_remaining > 1]
-        share = self._prefill_share(len(prefills) + len(self.waiting))
-        for seq in prefills:
-            if seq.status is RequestStatus.RUNNING and budget > 0:
-                chunk = min(seq.num_remaining - seq.num_held_back, share, budget)
+        turns = [(seq, due_with(seq)) for seq in self.running]
+        set_aside = sum(len(due) for _, due in turns)  # for those that decode
+        num_prefills = sum(seq.num_remaining > 1 for seq in self.running)
+        share = self._prefill_share(num_prefills + len(self.waiting))
+        for seq, due in turns:
+            if due:
+                set_aside -= len(due)
+                if len(due) <= budget:
+                    budget -= self._schedule_running(step, due, 1, done)
+            elif seq.num_remaining > 1 and budget > set_aside:
+                chunk = min(seq.num_remaining - seq.num_held_back, share, budget - set_aside)
                 budget -= self._schedule_running(step, [seq], chunk, done)
         if self.stats.num_preemptions == preempted:
             self._admit_waiting(step, budget, share)
@@ -175,9 +179,13 @@ class Scheduler:
         if seqs[0].status is not RequestStatus.RUNNING:
             return 0  # preempted for an earlier one of this pass
         leader = leader_of(seqs[0])
-        while self._tables.wanted_together(seqs, num_tokens) > self.pool.num_free:
-            if self.pool.num_fenced:
-                return 0  # blocks are on their way back: wait for the steps in flight
+        while True:
+            wanted = self._tables.wanted_together(seqs, num_tokens)
+            if wanted <= max(0, self.pool.num_free - step.num_awaited):
+                break
+            if self.pool.num_fenced:  # blocks are on their way back: wait for the steps in flight
+                step.num_awaited += wanted
+                return 0
             victim = self._choose_victim(leader, done)
             if victim in done:
                 return 0  # another beam of its search is in this step already
@@ -196,18 +204,20 @@ class Scheduler:
         return num_tokens * len(seqs)
 
     def _choose_victim(self, leader: Sequence, done: set[Sequence]) -> Sequence:
-        """The running sequence that costs least to redo, among those not yet scheduled.
+        """Who goes for ``leader``: of the least urgent that come later, the cheapest to redo.
 
         One that was resumed and has gained no block since is spared while there is another, so that
         two sequences cannot evict each other for ever; ``leader`` itself is the last choice.
         """
-        others = [s for s in self.running if s is leader_of(s) is not leader and s not in done]
-        if self.config.scheduling_policy == "priority":
-            own = leader.request.params.priority
-            others = [s for s in others if s.request.params.priority >= own]
-        candidates = [s for s in others if not s.protected] or others
-        if not candidates:
+        own = self._order(leader)
+        later = [s for s in self.running if s is leader_of(s) and self._order(s) > own]
+        later = [s for s in later if s not in done]
+        if not later:
             return leader
+        if self.config.scheduling_policy == "priority":
+            least_urgent = max(s.request.params.priority for s in later)
+            later = [s for s in later if s.request.params.priority == least_urgent]
+        candidates = [s for s in later if not s.protected] or later
         return min(candidates, key=lambda s: (redo_cost(s), -s.request.arrival, -s.index))
 
     def _preempt(self, leader: Sequence) -> None:

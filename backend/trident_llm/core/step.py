@@ -48,6 +48,7 @@ class Step:
     scheduled: list[Sequence] = field(default_factory=list)
     scored: list[Sequence] = field(default_factory=list)  # whole prompts that nothing follows
     registered: list[Block] = field(default_factory=list)
+    num_awaited: int = 0  # blocks that sequences wait for: later ones must not take them
 
     def start_row(self, seq: Sequence) -> None:
         """The device learns all known tokens of a sequence."""

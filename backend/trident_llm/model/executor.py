@@ -169,6 +169,25 @@ def _check_pool_memory(device: torch.device, num_blocks: int, per_block: int) ->
         )
 
 
+def _make_kv_cache(model: ModelConfig, limits: Limits) -> KVCache:
+    try:
+        return KVCache(
+            num_layers=model.num_layers,
+            num_blocks=limits.num_blocks,
+            num_kv_heads=model.num_kv_heads,
+            block_size=limits.block_size,
+            head_dim=model.head_dim,
+            dtype=limits.dtype,
+            device=limits.device,
+        )
+    except (MemoryError, OSError, RuntimeError) as error:  # whoever refuses has its own
+        raise ConfigError(
+            f"the memory for the KV pool of {limits.num_blocks} blocks was refused "
+            f"({type(error).__name__}); lower num_blocks, kv_cache_memory_bytes or "
+            "gpu_memory_utilization, or free some memory"
+        ) from None
+
+
 def check_quantization(config: EngineConfig, device: torch.device) -> None:
     """Raises :class:`ConfigError` if this machine cannot quantize as ``config`` asks."""
     if config.quantization is None:
@@ -251,15 +270,7 @@ class Executor:
         )
         phase("kv pool")
         limits = resolve_limits(config, model, device, dtype)
-        kv_cache = KVCache(
-            num_layers=model.num_layers,
-            num_blocks=limits.num_blocks,
-            num_kv_heads=model.num_kv_heads,
-            block_size=limits.block_size,
-            head_dim=model.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        kv_cache = _make_kv_cache(model, limits)
         vocab_size = min(vocab_size, model.vocab_size)
         ends = {*model.eos_token_ids, *([] if eos_token_id is None else [eos_token_id])}
         runner = ModelRunner(

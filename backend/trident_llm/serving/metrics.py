@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -57,16 +57,28 @@ class EngineState:
     prefix_queries: int  # tokens
     prefix_hits: int  # tokens
     healthy: bool
+    recomputed_tokens: int = 0
 
 
 @dataclass
 class RequestProgress:
-    """What the metrics have to remember of a request between two of its responses."""
+    """What has to be remembered of a request between two of its responses."""
 
-    num_tokens: int = 0
+    num_tokens: int = 0  # in all its responses
     first_token: float = 0.0  # time.monotonic() seconds
     last_token: dict[int, float] = field(default_factory=dict)  # by sequence, when it was sent
-    hit_length: bool = False  # a sequence ended for its length
+    _hit_length: bool = False  # a sequence ended for its length
+
+    def take(self, output: RequestOutput) -> None:
+        """Tokens are about to be sent."""
+        for delta in output.deltas.values():
+            self.num_tokens += len(delta.token_ids)
+            self._hit_length |= delta.finish_reason is FinishReason.LENGTH
+
+    @property
+    def outcome(self) -> str:
+        """Why a request ended that ended with a result."""
+        return "length" if self._hit_length else "stop"
 
 
 class _Counter:
@@ -241,6 +253,9 @@ class Metrics:
         self._preemptions = counter(
             "vllm:num_preemptions_total", "Sequences put back into the queue for want of KV blocks"
         )
+        self._recomputed = counter(
+            "trident:recomputed_tokens_total", "Tokens to compute again after such a preemption"
+        )
         self._prefix_queries = counter(
             "vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache"
         )
@@ -315,17 +330,18 @@ class Metrics:
     # ---- what happens to requests ---------------------------------------------------------------
 
     def sent(self, progress: RequestProgress, output: RequestOutput, now: float) -> None:
-        """Tokens are about to be sent. Tokens that go out together share the time since the last."""
-        if not progress.num_tokens and output.times.first_token:
+        """``progress`` has taken tokens that are about to be sent.
+
+        Tokens that go out together share the time since the last.
+        """
+        if not progress.first_token and output.times.first_token:
             progress.first_token = output.times.first_token
             self._prompt_tokens.add(output.num_prompt_tokens)
             self._ttft.observe(output.times.first_token - output.times.arrival)
         for index, delta in output.deltas.items():
             count = len(delta.token_ids)
-            progress.hit_length |= delta.finish_reason is FinishReason.LENGTH
             if not count:
                 continue
-            progress.num_tokens += count
             self._generation_tokens.add(count)
             last = progress.last_token.get(index)
             if last is None:  # its first token ended no gap
@@ -342,7 +358,7 @@ class Metrics:
         times = output.times
         if not times.first_token:  # it asked for none
             self._prompt_tokens.add(output.num_prompt_tokens)
-        self._success["length" if progress.hit_length else "stop"].add()
+        self._success[progress.outcome].add()
         self._e2e.observe(now - times.arrival)
         self._queue.observe(times.first_scheduled - times.arrival)
         computed = times.first_token or times.finished
@@ -378,18 +394,7 @@ class Metrics:
         """Tells the server everything, as it is once the request in flight has its final flag."""
         for histogram in self._request_histograms():
             histogram.push()
-        state = self._state()
-        self._push_totals(
-            EngineState(
-                num_running=0,
-                num_waiting=0,
-                num_held_blocks=0,
-                num_preemptions=state.num_preemptions,
-                prefix_queries=state.prefix_queries,
-                prefix_hits=state.prefix_hits,
-                healthy=state.healthy,
-            )
-        )
+        self._push_totals(replace(self._state(), num_running=0, num_waiting=0, num_held_blocks=0))
 
     def drop(self) -> None:
         """Lets go of the server's metrics, while it still listens; nothing else may be called then."""
@@ -406,11 +411,12 @@ class Metrics:
     def _push_totals(self, state: EngineState) -> None:
         self._show(state)
         self._preemptions.advance_to(state.num_preemptions)
+        self._recomputed.advance_to(state.recomputed_tokens)
         self._prefix_queries.advance_to(state.prefix_queries)
         self._prefix_hits.advance_to(state.prefix_hits)
         for counter in (
-            self._prompt_tokens, self._generation_tokens, self._preemptions, self._prefix_queries,
-            self._prefix_hits, self._controls, *self._success.values(), *self._errors.values(),
+            self._prompt_tokens, self._generation_tokens, self._preemptions, self._recomputed,
+            self._prefix_queries, self._prefix_hits, self._controls, *self._success.values(), *self._errors.values(),
         ):  # fmt: skip
             counter.push()
         for histogram in self._gaps:

@@ -29,6 +29,7 @@ from trident_llm.serving.intake import Intake, ModelFacts
 from trident_llm.serving.metrics import EngineState, Metrics, create_metrics
 from trident_llm.serving.progress import Progress
 from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest, request_timeout
+from trident_llm.serving.request_log import Caller
 from trident_llm.serving.responder import RequestHandle, Responder
 from trident_llm.serving.settings import (
     choose_device,
@@ -139,6 +140,7 @@ class TritonPythonModel:
             self._drain.start,
             self._metrics,
             lambda: self._tell_of_fault("the end of a request could not be told to the server"),
+            log_requests=self._config.log_requests,
         )
         self._watchdog = Watchdog(self._loop, self._config.watchdog_seconds, self._engine_stuck)
         limits = self._engine.config
@@ -225,6 +227,7 @@ class TritonPythonModel:
             handle = RequestHandle(str(next(self._ids)), request.get_response_sender())
             self._responder.register(handle)
             try:
+                handle.caller = Caller.of(request)
                 self._take_in(handle, request)
             except RequestError as error:
                 self._responder.answer(handle, error)
@@ -325,6 +328,7 @@ class TritonPythonModel:
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             healthy=self._healthy,
+            recomputed_tokens=stats.recomputed_tokens,
         )
 
     def _stats(self) -> dict[str, Any]:
@@ -346,8 +350,12 @@ class TritonPythonModel:
             }
 
         stats: dict[str, Any] = self._loop.call(snapshot)
-        # Requests without their final flag; this one is among them.
-        return {**stats, "num_open_requests": self._responder.num_active}
+        # Requests so far, and those without their final flag; this one is among both.
+        return {
+            **stats,
+            "num_accepted_requests": self._responder.num_accepted,
+            "num_open_requests": self._responder.num_active,
+        }
 
 
 def _configure_logging() -> None:

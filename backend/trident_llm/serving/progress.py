@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -66,5 +67,6 @@ class Progress:
 
     def _write(self, event: dict[str, Any]) -> None:
         if self._path:
-            with open(self._path, "a", encoding="utf-8") as file:
+            # Where the disk is full nobody hears of it, but the model goes on.
+            with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")

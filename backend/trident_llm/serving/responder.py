@@ -32,6 +32,7 @@ from trident_llm.serving.protocol import (
     error_text,
     output_bytes,
 )
+from trident_llm.serving.request_log import Caller, log_end
 from trident_llm.serving.watch import ServerWatch
 
 logger = logging.getLogger("trident")
@@ -66,6 +67,7 @@ class RequestHandle:
     abort_error: RequestError | None = None  # why the request is to end, once that is known
     has_token: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
+    caller: Caller = field(default_factory=Caller)
     last_poll: float = 0.0
 
 
@@ -86,6 +88,7 @@ class Responder:
         leave: called once when it does; must not block.
         metrics: None on a server that keeps none.
         on_broken: called once when a final flag could not be sent; must not block.
+        log_requests: whether the end of each request is a line in the log.
     """
 
     def __init__(
@@ -95,7 +98,9 @@ class Responder:
         leave: Callable[[], None],
         metrics: Metrics | None = None,
         on_broken: Callable[[], None] = lambda: None,
+        log_requests: bool = True,
     ) -> None:
+        self._log_requests = log_requests
         self._on_broken = on_broken
         self._abort = abort
         self._watch = watch
@@ -108,6 +113,7 @@ class Responder:
         self._due: dict[str, None] = {}  # requests whose mail may be sent, in order
         self._answers: list[tuple[RequestHandle, Tensors | RequestError]] = []
         self._stopping = False
+        self.num_accepted = 0  # requests so far
         self.broken = False  # a final flag could not be sent: its request pins the model
         self._thread = threading.Thread(target=self._run, name="trident-output", daemon=True)
 
@@ -118,6 +124,7 @@ class Responder:
         """From here on the handle will get its final flag."""
         with self._changed:
             self._active[handle.request_id] = handle
+            self.num_accepted += 1
 
     def push(self, outputs: list[RequestOutput]) -> None:
         """Outputs of one step; called by the engine's thread, never blocks on a send."""
@@ -214,20 +221,22 @@ class Responder:
         if isinstance(answer, RequestError):
             self._send_error(handle, answer)
         else:
+            self._ends(handle, "control")
             if self._metrics is not None:
                 self._metrics.controlled()
             self._send(handle, _response(answer), final=True)
 
-    def _send_error(self, handle: RequestHandle, error: RequestError) -> None:
-        if self._metrics is not None:
-            self._metrics.failed(error.code)
+    def _send_error(
+        self, handle: RequestHandle, error: RequestError, output: RequestOutput | None = None
+    ) -> None:
+        self._fails(handle, error.code, output)
         self._send(handle, _error_response(error), final=True)
 
     def _send_output(self, handle: RequestHandle, output: RequestOutput) -> None:
         if handle.sender is None:
             return  # a send before this one failed, and with it the request
         if output.error is not None:
-            self._send_error(handle, output.error)
+            self._send_error(handle, output.error, output)
             return
         assert handle.builder is not None, "only parsed requests reach the engine"
         handle.has_token = True
@@ -238,12 +247,31 @@ class Responder:
             self._abort(handle.request_id, _NOT_BUILT)
             self._send_error(handle, _NOT_BUILT)
             return
+        now = time.monotonic()
+        handle.progress.take(output)
+        if output.finished:
+            self._ends(handle, handle.progress.outcome, output)
         if self._metrics is not None:
-            now = time.monotonic()
             self._metrics.sent(handle.progress, output, now)
             if output.finished:
                 self._metrics.finished(handle.progress, output, handle.params, now)
         self._send(handle, response, final=output.finished)
+
+    def _fails(
+        self, handle: RequestHandle, code: ErrorCode, output: RequestOutput | None = None
+    ) -> None:
+        self._ends(handle, code.value, output)
+        if self._metrics is not None:
+            self._metrics.failed(code)
+
+    def _ends(
+        self, handle: RequestHandle, outcome: str, output: RequestOutput | None = None
+    ) -> None:
+        if self._log_requests:
+            log_end(
+                handle.caller, handle.request_id, handle.arrival, outcome, time.monotonic(),
+                num_tokens=handle.progress.num_tokens, output=output,
+            )  # fmt: skip
 
     def _send(self, handle: RequestHandle, response: Any, *, final: bool) -> None:
         if final:
@@ -254,8 +282,8 @@ class Responder:
         except Exception:
             logger.exception("a response could not be sent")
             self._abort(handle.request_id, _NOT_BUILT)
-            if not final and self._metrics is not None:
-                self._metrics.failed(ErrorCode.INTERNAL)
+            if not final:
+                self._fails(handle, ErrorCode.INTERNAL)
                 self._tell_if_last()
             self._send_bare_final(handle)
             final = True

@@ -15,6 +15,7 @@ class TritonPythonModel:
         folder = os.path.join(args["model_repository"], args["model_version"])
         with open(os.path.join(folder, "model.json")) as file:
             self.settings = json.load(file)
+        self.go_on = os.path.join(folder, "go_on")  # what is asked slowly waits for this file
         self.threads: list[threading.Thread] = []
         self.tell(event="begin", phase="weights")
         self.tell(event="progress", phase="weights", done=1, total=2)
@@ -52,7 +53,8 @@ class TritonPythonModel:
         slow = inputs.get("text_input") == b"slow"
         words = ["It ", "is ", "Paris", "."]
         for index, word in enumerate(words):
-            time.sleep(0.3 if slow else 0)
+            while slow and index and not os.path.exists(self.go_on):
+                time.sleep(0.01)
             tensor = pb_utils.Tensor("text_output", np.array([word.encode()], dtype=np.object_))
             flags = final if index == len(words) - 1 else 0
             sender.send(pb_utils.InferenceResponse([tensor]), flags=flags)
