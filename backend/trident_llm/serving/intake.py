@@ -25,6 +25,7 @@ from trident_llm.core.sampling_params import (
     tokenize_bad_words,
     truncate_prompt,
 )
+from trident_llm.engine.engine import Engine
 from trident_llm.engine.loop import EngineLoop
 from trident_llm.serving.protocol import (
     ParsedRequest,
@@ -77,7 +78,7 @@ class Intake:
     def __init__(
         self,
         facts: ModelFacts,
-        loop: EngineLoop,
+        loop: EngineLoop[Engine],
         responder: Responder,
         *,
         stats: Callable[[], dict[str, Any]],
@@ -181,7 +182,9 @@ class Intake:
         grammar = None
         if spec is not None:
             grammar = self._grammars.compile(spec, field=spec.error_field)
-        self._loop.add(request, handle.arrival, grammar)
+        self._loop.add(
+            request.request_id, lambda engine: engine.add(request, handle.arrival, grammar)
+        )
         if handle.abort_error is not None:
             # A cancel may have been seen before the engine knew the request.
             self._loop.abort(handle.request_id, handle.abort_error)

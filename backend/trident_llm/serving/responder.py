@@ -23,7 +23,7 @@ import triton_python_backend_utils as pb_utils
 
 from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.sampling_params import SamplingParams
-from trident_llm.engine.engine import CANCELLED
+from trident_llm.engine.faults import CANCELLED
 from trident_llm.engine.output import RequestOutput
 from trident_llm.serving.metrics import Metrics, RequestProgress
 from trident_llm.serving.protocol import (
