@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trident_llm.core.config import DEVICE_HELP, check_ranges, parse_settings, setting
-from trident_llm.core.errors import RequestError, invalid
+from trident_llm.core.errors import invalid
 
 PoolingMethod = Literal["mean", "cls", "last"]
-_FIELD = "embedding_request"
-_POOLING_FIELD = f"{_FIELD}.pooling_params"
+POOLING_PARAMS = ("dimensions", "normalize", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -76,34 +75,33 @@ class EmbeddingRequest:
     params: PoolingParams
 
 
-def parse_pooling_params(values: Mapping[str, Any]) -> PoolingParams:
-    """Reads the ``pooling_params`` of an embedding request.
+def parse_pooling_params(values: Mapping[str, Any], field: str) -> PoolingParams:
+    """Reads :class:`PoolingParams`; ``field`` is where they stood.
 
     Numbers may be strings or lists of one, as clients of vllm_backend send them.
 
     Raises:
         RequestError: INVALID_ARG naming the key at fault.
     """
-    known = ("dimensions", "normalize", "truncate_prompt_tokens")
-    if any(name not in known for name in values):
-        raise invalid(_POOLING_FIELD, f"holds an unknown key; the keys are: {', '.join(known)}")
-    dimensions = _integer(values, "dimensions")
+    if any(name not in POOLING_PARAMS for name in values):
+        raise invalid(field, f"holds an unknown key; the keys are: {', '.join(POOLING_PARAMS)}")
+    dimensions = _integer(values, "dimensions", field)
     if dimensions is not None and dimensions < 1:
-        raise invalid(f"{_POOLING_FIELD}.dimensions", "must be at least 1")
-    truncate = _integer(values, "truncate_prompt_tokens")
+        raise invalid(f"{field}.dimensions", "must be at least 1")
+    truncate = _integer(values, "truncate_prompt_tokens", field)
     if truncate is not None and truncate != -1 and truncate < 1:
         raise invalid(
-            f"{_POOLING_FIELD}.truncate_prompt_tokens", "must be at least 1, or -1 for the most"
+            f"{field}.truncate_prompt_tokens", "must be at least 1, or -1 for what the model takes"
         )
     normalize = values.get("normalize")
     if isinstance(normalize, str) and normalize.lower() in ("true", "false"):
         normalize = normalize.lower() == "true"
     if normalize is not None and not isinstance(normalize, bool):
-        raise invalid(f"{_POOLING_FIELD}.normalize", "must be true or false")
+        raise invalid(f"{field}.normalize", "must be true or false")
     return PoolingParams(dimensions, normalize, truncate)
 
 
-def _integer(values: Mapping[str, Any], name: str) -> int | None:
+def _integer(values: Mapping[str, Any], name: str, field: str) -> int | None:
     value = values.get(name)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -111,24 +109,23 @@ def _integer(values: Mapping[str, Any], name: str) -> int | None:
         value = int(value)
     if value is None or type(value) is int:
         return value
-    raise invalid(f"{_POOLING_FIELD}.{name}", "must be a whole number")
+    raise invalid(f"{field}.{name}", "must be a whole number")
 
 
-def check_dimensions(params: PoolingParams, num_dimensions: int) -> None:
+def check_dimensions(params: PoolingParams, num_dimensions: int, field: str) -> None:
     """Raises :class:`RequestError` if the model's vectors are shorter than what is asked for."""
     if params.dimensions is not None and params.dimensions > num_dimensions:
         raise invalid(
-            f"{_POOLING_FIELD}.dimensions",
+            f"{field}.dimensions",
             f"must be at most {num_dimensions}, the length of the model's vectors",
         )
 
 
-def check_text_length(num_tokens: int, max_model_len: int, field: str) -> RequestError | None:
-    """Why a text of ``num_tokens`` tokens, out of the input ``field``, cannot be embedded."""
-    if num_tokens <= max_model_len:
-        return None
-    return invalid(
-        field,
-        f"has {num_tokens} tokens; it must fit max_model_len, which is {max_model_len}: shorten it, or "
-        "let it be cut with truncate_prompt_tokens",
-    )
+def check_text_length(num_tokens: int, max_model_len: int, field: str) -> None:
+    """Raises :class:`RequestError` if a text out of the input ``field`` is too long to embed."""
+    if num_tokens > max_model_len:
+        raise invalid(
+            field,
+            f"has {num_tokens} tokens; it must fit max_model_len, which is {max_model_len}: shorten "
+            "it, or let it be cut with truncate_prompt_tokens",
+        )
