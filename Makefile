@@ -46,9 +46,12 @@ help:
 	@echo 'make install                          only make .venv and install into it'
 	@echo 'make clean                            remove .venv'
 
+# A repository of the user's own is served as it is.
+EMBEDDINGS = $(if $(findstring --model-repository,$(ARGS)),,--embedding-model default)
+
 # exec: the command takes the place of the shell, so that Ctrl-C and make's own signals reach it.
 serve: $(VENV)/.kernels
-	@exec $(BIN)/trident serve --openai-port 9000 $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@exec $(BIN)/trident serve --openai-port 9000 $(EMBEDDINGS) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 # Threads that wait sleep soon: tests run beside servers on the same cores, where spinning costs most.
 test: check

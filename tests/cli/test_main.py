@@ -62,14 +62,14 @@ def test_the_default_model_is_fetched_into_trident_home(
 ) -> None:
     asked: list[Path] = []
 
-    def fetch(home: Path, progress: object) -> Path:
+    def fetch(name: str, home: Path, progress: object) -> Path:
         assert callable(progress)
         progress("download", 0, 1)
         progress("convert", 1, 2)
         asked.append(home)
         return tmp_path / "fetched"
 
-    monkeypatch.setattr("trident_llm.model.default_model.fetch_default_model", fetch)
+    monkeypatch.setattr("trident_llm.model.default_model.fetch_model", fetch)
     monkeypatch.setenv("TRIDENT_HOME", str(tmp_path / "home"))
     assert main(["serve", a_server, *ports()]) == 1
     assert asked == [tmp_path / "home"]

@@ -50,7 +50,9 @@ OUTPUTS: dict[str, TensorSpec] = {
 }
 
 _REQUEST = "embedding_request"
-_GENERATION_PARAMS = frozenset(entry.name for entry in fields(SamplingParams)) - {*POOLING_PARAMS}
+# What asks to generate; over HTTP inputs that a model does not have arrive as parameters.
+_GENERATION_PARAMS = {entry.name for entry in fields(SamplingParams)}.union(GENERATION_INPUTS)
+_GENERATION_PARAMS.difference_update(POOLING_PARAMS, INPUTS)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _read_request(
 def _request_parameters(raw: RawRequest) -> Mapping[str, Any]:
     """The pooling parameters among those of the request; unknown ones may be headers or traces."""
     values = json_object("parameters", raw.parameters) if raw.parameters else {}
-    if wrong := sorted(_GENERATION_PARAMS.intersection(values)):
+    if wrong := sorted(name for name in _GENERATION_PARAMS.intersection(values) if values[name]):
         raise invalid(f"parameters.{wrong[0]}", "is for models that generate; this one embeds")
     return {name: value for name, value in values.items() if name in POOLING_PARAMS}
 
