@@ -33,8 +33,9 @@ def save(folder: Path, kind: str = "Bert", head: str = "Model", **values: Any) -
     options = {"add_pooling_layer": True} if head == "Model" else {}
     model = getattr(transformers, kind + head)(config, **options).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
+        for name, parameter in model.named_parameters():
+            scale = 1.0 if name.endswith("LayerNorm.weight") else 0.0
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + scale)
     model.save_pretrained(folder)
     return model
 
