@@ -100,3 +100,17 @@ def test_little_shared_memory_is_warned_about(
     warning = checks.shared_memory_warning()
     assert (warning is not None) == warned
     assert warning is None or "63 MiB" in warning
+
+
+def test_a_model_that_embeds_is_looked_at_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="is no folder; --embedding-model names"):
+        checks.check_embedding_model(str(tmp_path / "none"), {})
+    with pytest.raises(CommandError, match="has no modules"):
+        checks.check_embedding_model(str(tmp_path), {})
+    with pytest.raises(CommandError, match="unknown setting block_size"):
+        checks.check_embedding_model(str(tmp_path), {"block_size": 16})
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_act": "swish"}')
+    with pytest.raises(CommandError, match=f"{tmp_path}: hidden_act: 'swish' is not supported"):
+        checks.check_embedding_model(str(tmp_path), {"pooling": "cls"})
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert checks.check_embedding_model(str(tmp_path), {"pooling": "cls"}) == tmp_path

@@ -186,3 +186,12 @@ def test_causal_is_what_decoders_are(tmp_path: Path) -> None:
     write_json(file, {**config, "num_hidden_layers": 4})
     with pytest.raises(ModelLoadError, match=r"model\.layers\.3\.input_layernorm\.weight"):
         load(tmp_path)
+
+
+def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
+    write_pooling(tmp_path)
+    write_json(tmp_path / "config.json", {"model_type": "mpnet", "architectures": ["MPNetModel"]})
+    with pytest.raises(
+        ModelConfigError, match="'mpnet' is not supported for embeddings; supported"
+    ):
+        load(tmp_path)

@@ -105,7 +105,10 @@ def _embedding_settings(
 ) -> dict[str, Any]:
     """What the model.json of the model that embeds holds."""
     if model == "default":
-        model = _default_model(DEFAULT_EMBEDDING_MODEL, "embed model", console, stop)
+        try:
+            model = _default_model(DEFAULT_EMBEDDING_MODEL, "embed model", console, stop)
+        except CommandError as error:
+            raise CommandError(f"{error}; --embedding-model none serves without it") from None
     settings = options.embedding_settings
     return {**settings, "model": str(checks.check_embedding_model(model, settings))}
 

@@ -74,6 +74,7 @@ _ARCHITECTURES = {
         windows="upper_layers",
     ),
 }  # fmt: skip
+DECODER_TYPES = tuple(known.model_type for known in _ARCHITECTURES.values())
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ one layer's cache.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,21 @@ import torch
 from trident_llm.core.embedding import EmbeddingConfig
 from trident_llm.core.errors import ConfigError
 from trident_llm.model.batch import Batch
-from trident_llm.model.config import ModelConfig, ModelConfigError, read_json
+from trident_llm.model.config import (
+    DECODER_TYPES,
+    ModelConfig,
+    ModelConfigError,
+    expected_tensors,
+    read_json,
+)
 from trident_llm.model.decoder import Decoder
 from trident_llm.model.encoder import Encoder
-from trident_llm.model.encoder_config import EncoderConfig, is_encoder
+from trident_llm.model.encoder_config import (
+    ENCODER_TYPES,
+    EncoderConfig,
+    expected_encoder_tensors,
+    is_encoder,
+)
 from trident_llm.model.executor import (
     check_weights_fit,
     resolve_device,
@@ -177,6 +189,7 @@ def _load_encoder(
     folder = Path(config.model)
     model = EncoderConfig.from_dict(read_json(folder / "config.json"))
     limits = _resolve_limits(config, pooling, device, model.dtype, model.max_supported_len)
+    _check_fit(expected_encoder_tensors(model), limits, device)
     body = Encoder.load(folder, model, dtype=limits.dtype, device=device, progress=progress)
     return body, limits, model.vocab_size
 
@@ -187,7 +200,7 @@ def _load_decoder(
     folder = Path(config.model)
     model = _decoder_config(folder)
     limits = _resolve_limits(config, pooling, device, model.dtype, model.max_supported_len)
-    check_weights_fit(model, limits.dtype, device)
+    _check_fit(expected_tensors(model), limits, device)
     decoder = Decoder.load(
         folder, model, dtype=limits.dtype, device=device, max_len=limits.max_model_len,
         has_head=False, progress=progress,
@@ -197,11 +210,23 @@ def _load_decoder(
     return body, limits, model.vocab_size
 
 
+def _check_fit(
+    tensors: Mapping[str, tuple[int, ...]], limits: EmbeddingLimits, device: torch.device
+) -> None:
+    num_weights = sum(math.prod(shape) for shape in tensors.values())
+    check_weights_fit(num_weights * limits.dtype.itemsize, device)
+
+
 def _decoder_config(folder: Path) -> ModelConfig:
     """The decoder's configuration; a folder saved without its head names another class."""
     if not (folder / "config.json").is_file():
         return ModelConfig.from_folder(folder)
     config = read_json(folder / "config.json")
+    if config.get("model_type") not in DECODER_TYPES:
+        raise ModelConfigError(
+            f"model_type: {config.get('model_type')!r} is not supported for embeddings; supported are "
+            f"{', '.join((*ENCODER_TYPES, *DECODER_TYPES))}"
+        )
     if config.get("is_causal") is False:
         raise ModelConfigError("is_causal: false is not supported for decoders; supported is true")
     names = config.get("architectures")

@@ -170,9 +170,9 @@ def _check_pool_memory(device: torch.device, num_blocks: int, per_block: int) ->
         )
 
 
-def check_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises :class:`ConfigError` if the device has too little free memory for the weights."""
-    needed, free = weight_bytes(model, str(dtype).removeprefix("torch.")), _free_bytes(device)
+def check_weights_fit(needed: int, device: torch.device) -> None:
+    """Raises :class:`ConfigError` if the device has less than ``needed`` bytes for the weights."""
+    free = _free_bytes(device)
     if needed > free:
         raise ConfigError(
             f"the model's weights need {format_bytes(needed)}, but only {format_bytes(free)} of "
@@ -244,7 +244,7 @@ class Executor:
         dtype = resolve_dtype(config, device)
         check_quantization(config, device)
         phase("weights")
-        check_weights_fit(model, dtype, device)
+        check_weights_fit(weight_bytes(model, str(dtype).removeprefix("torch.")), device)
         max_len = min(config.max_model_len or model.max_supported_len, model.max_supported_len)
         decoder = Decoder.load(
             folder,
