@@ -6,12 +6,14 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from tests.cli.command import wait_for
 from tests.model.embedding_models import MAX_LENGTH, write_tiny_encoder
@@ -51,10 +53,16 @@ def tensor(value: Any) -> Any:
 
 
 class Setup:
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, **more: Any) -> None:
         version = folder / "embed" / "1"
         version.mkdir(parents=True)
-        settings = {"model": str(model), "num_threads": 1, "max_waiting": 8, "max_num_seqs": 4}
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "num_threads": 1,
+            "max_waiting": 8,
+            "max_num_seqs": 4,
+        }
+        settings.update(more)
         (version / "model.json").write_text(json.dumps(settings))
         self.model = TritonPythonModel()
         config = {"model_transaction_policy": {"decoupled": True}, "parameters": {}}
@@ -97,17 +105,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, server_metrics: object
-) -> Iterator[Setup]:
+def set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_metrics: object
+) -> Iterator[Callable[..., Setup]]:
+    """Makes a model of a folder and some settings."""
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "progress"))
     logger, interval = logging.getLogger("trident"), sys.getswitchinterval()
     monkeypatch.setattr(logger, "handlers", list(logger.handlers))
     monkeypatch.setattr(logger, "propagate", logger.propagate)
-    made = Setup(tmp_path, folder)
-    yield made
-    made.model.finalize()
+    made: list[Setup] = []
+
+    def make(folder: Path, **settings: Any) -> Setup:
+        made.append(Setup(tmp_path, folder, **settings))
+        return made[-1]
+
+    yield make
+    for setup in made:
+        setup.model.finalize()
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def setup(set_up: Callable[..., Setup], folder: Path) -> Setup:
+    return set_up(folder)
 
 
 def test_all_ways_to_send_a_text_give_its_vector(setup: Setup) -> None:
@@ -165,6 +185,10 @@ def test_ids_outside_the_vocabulary_and_no_ids(setup: Setup) -> None:
     assert setup.error(embedding_request={"input": []}).startswith(
         "INVALID_ARG embedding_request.input: is empty"
     )
+    for more in ({}, {"pooling_params": {"truncate_prompt_tokens": -1}}):
+        assert setup.error(embedding_request={"input": "half \ud83d", **more}).startswith(
+            "INVALID_ARG embedding_request.input: the text holds a lone surrogate"
+        )
     assert setup.vector(text_input="").shape == (32,)  # what is added around a text remains
 
 
@@ -239,3 +263,16 @@ def test_stats(setup: Setup) -> None:
     assert stats["max_model_len"] == MAX_LENGTH
     assert stats["num_requests"] == stats["integrity_failures"] == 0
     assert stats["num_open_requests"] == 1
+
+
+def test_a_decoder_embeds_by_its_last_token(set_up: Callable[..., Setup], tiny_model: Path) -> None:
+    """The same folder that generates; its files do not say how it pools, so the settings do."""
+    setup = set_up(tiny_model, pooling="last", max_model_len=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).model
+    for text in ("hello", "one two three four"):
+        ids = setup.control(op="tokenize", text=text)["token_ids"]
+        with torch.no_grad():
+            last = model(torch.tensor([ids])).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(last, dim=0).numpy()
+        np.testing.assert_allclose(setup.vector(text_input=text), expected, rtol=1e-3, atol=1e-4)
+    assert setup.error(input_ids=[1] * 65).startswith("INVALID_ARG input_ids: has 65 tokens")

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.serving.outputs import make_output
 from trident_llm.core.embedding import PoolingParams
-from trident_llm.core.errors import RequestError
+from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.serving.embedding_protocol import (
+    INPUTS,
     EmbeddingBuilder,
     ParsedEmbedding,
     parse_embedding_request,
@@ -101,6 +104,36 @@ def test_what_is_wrong_is_named(inputs: dict[str, Any], parameters: Any, field: 
     with pytest.raises(RequestError) as caught:
         parse(parameters, **inputs)
     assert str(caught.value).startswith(f"INVALID_ARG {field}: ")
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+KEYS = st.sampled_from(["input", "pooling_params", "dimensions", "normalize", "op"]) | st.text()
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+)
+
+
+@given(
+    name=st.sampled_from(["embedding_request", "control", "parameters"]),
+    value=st.dictionaries(KEYS, VALUES, max_size=4) | VALUES,
+    beside=st.booleans(),
+)
+def test_any_json_is_read_or_refused_by_name(name: str, value: Any, beside: bool) -> None:
+    inputs = {"text_input": "a"} if beside or name == "parameters" else {}
+    error, parsed = None, None
+    try:
+        if name == "parameters":
+            parsed = parse(value, **inputs)
+        else:
+            parsed = parse(**inputs, **{name: json.dumps(value)})
+    except RequestError as refusal:
+        error = refusal
+    if error is not None:
+        assert error.code is ErrorCode.INVALID_ARG
+        assert error.field.partition(".")[0] in {*INPUTS, "parameters"}
+    if parsed is not None:
+        given = (parsed.text, parsed.token_ids, parsed.control)
+        assert sum(each is not None for each in given) == 1
 
 
 def test_responses() -> None:

@@ -147,7 +147,7 @@ async def _models(gateway: Gateway, request: Request) -> Response:
 
 async def _model(gateway: Gateway, request: Request) -> Response:
     name = request.path_params["model"]
-    if name not in await gateway.served():
+    if name not in gateway.clients and name not in await gateway.served():
         raise unknown_model(name)
     return JSONAnswer(_model_card(gateway, name))
 
