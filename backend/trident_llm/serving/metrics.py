@@ -15,10 +15,9 @@ Every request that was accepted is counted once by its outcome: ``vllm:request_s
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import triton_python_backend_utils as pb_utils
 
@@ -26,6 +25,14 @@ from trident_llm.core.errors import ErrorCode
 from trident_llm.core.request import FinishReason
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.output import RequestOutput
+from trident_llm.serving.metric_kinds import (
+    TOKEN_BUCKETS,
+    Counter,
+    Families,
+    Gauge,
+    Histogram,
+    TokenHistogram,
+)
 
 logger = logging.getLogger("trident")
 
@@ -36,10 +43,6 @@ M = TypeVar("M", bound="RequestMetrics")
 _TTFT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
     7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-_TOKEN_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
-    2.5,
 )  # fmt: skip
 _REQUEST_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
@@ -72,129 +75,6 @@ class RequestProgress:
     hit_length: bool = False  # a sequence ended for its length
 
 
-class _Counter:
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._pending = 0.0
-        self._total = 0
-
-    def add(self, amount: float = 1.0) -> None:
-        self._pending += amount
-
-    def advance_to(self, total: int) -> None:
-        """The counter follows a total that somebody else counts."""
-        self._pending += total - self._total
-        self._total = total
-
-    def push(self) -> None:
-        amount, self._pending = self._pending, 0.0
-        if amount:
-            self._metric.increment(amount)
-
-
-class _Gauge:
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._shown: float | None = None
-
-    def show(self, value: float) -> None:
-        if value != self._shown:
-            self._metric.set(value)
-            self._shown = value
-
-
-class _Histogram:
-    """One round trip per value: for values that come once a request."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._pending: list[float] = []
-
-    def observe(self, value: float) -> None:
-        self._pending.append(value)
-
-    def push(self) -> None:
-        pending, self._pending = self._pending, []
-        for value in pending:
-            self._metric.observe(value)
-
-
-class _TokenHistogram:
-    """A histogram for values that come with every token.
-
-    The server takes a histogram's values one by one, which would double the traffic of a token. So the
-    series of a Prometheus histogram (``_bucket`` with ``le``, ``_count``, ``_sum``) are kept as counters,
-    whose push costs the same for one token as for thousands. Queries read them like any histogram.
-    """
-
-    def __init__(self, families: _Families, name: str, description: str) -> None:
-        self._bounds = _TOKEN_BUCKETS
-        bounds = [*(_number(bound) for bound in self._bounds), "+Inf"]
-        buckets = families.family(f"{name}_bucket", f"{description}, values up to le")
-        self._buckets = [_Counter(families.metric(buckets, le=bound)) for bound in bounds]
-        self._count = _Counter(families.counter(f"{name}_count", f"{description}, how many"))
-        self._sum = _Counter(families.counter(f"{name}_sum", f"{description}, summed up"))
-        self._pending = [0] * len(bounds)
-
-    def observe(self, value: float, count: int) -> None:
-        self._pending[bisect_left(self._bounds, value)] += count
-        self._sum.add(value * count)
-
-    def push(self) -> None:
-        if not any(self._pending):
-            return
-        total = 0
-        for counter, pending in zip(self._buckets, self._pending):
-            total += pending
-            counter.add(total)
-        self._pending = [0] * len(self._pending)
-        self._count.add(total)
-        # The widest first, so that a scrape in between never sees a bucket above the next wider one.
-        for counter in (self._sum, self._count, *reversed(self._buckets)):
-            counter.push()
-
-
-def _number(bound: float) -> str:
-    """A bound as Prometheus writes it: 1 and 0.25."""
-    return f"{bound:g}"
-
-
-class _Families:
-    """Makes metrics; a family must outlive its metrics, so all are kept here."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self._families: list[Any] = []
-        self._metrics: list[Any] = []
-
-    def family(self, name: str, description: str, kind: str = "COUNTER") -> Any:
-        kinds = pb_utils.MetricFamily
-        made = kinds(name=name, description=description, kind=getattr(kinds, kind))
-        self._families.append(made)
-        return made
-
-    def metric(self, family: Any, **labels: str) -> Any:
-        made = family.Metric(labels={**self._labels, **labels})
-        self._metrics.append(made)
-        return made
-
-    def counter(self, name: str, description: str) -> Any:
-        return self.metric(self.family(name, description))
-
-    def gauge(self, name: str, description: str) -> _Gauge:
-        return _Gauge(self.metric(self.family(name, description, "GAUGE")))
-
-    def histogram(self, name: str, description: str, buckets: Sequence[float]) -> _Histogram:
-        family = self.family(name, description, "HISTOGRAM")
-        made = family.Metric(labels=dict(self._labels), buckets=list(buckets))
-        self._metrics.append(made)
-        return _Histogram(made)
-
-    def drop(self) -> None:
-        self._metrics.clear()
-        self._families.clear()
-
-
 def token_buckets(max_model_len: int) -> list[float]:
     """1, 2, 5, 10, ... up to the longest request."""
     buckets: list[float] = []
@@ -224,7 +104,7 @@ class RequestMetrics:
         self, labels: Mapping[str, str], state: Callable[[], EngineState], *, max_model_len: int
     ) -> None:
         self._state = state
-        self._families = families = _Families(labels)
+        self._families = families = Families(labels)
         self._token_bounds = token_buckets(max_model_len)
         self._next_push = 0.0
         self._make_counters(families)
@@ -232,9 +112,9 @@ class RequestMetrics:
         self._make_histograms(families)
         self._show(EngineState(0, 0))
 
-    def _make_counters(self, families: _Families) -> None:
-        def counter(name: str, description: str) -> _Counter:
-            return _Counter(families.counter(name, description))
+    def _make_counters(self, families: Families) -> None:
+        def counter(name: str, description: str) -> Counter:
+            return Counter(families.counter(name, description))
 
         self._prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens processed")
         self._controls = counter(
@@ -244,22 +124,22 @@ class RequestMetrics:
             "vllm:request_success_total", "Requests that ended with a result, by finished_reason"
         )
         self._success = {
-            reason: _Counter(families.metric(success, finished_reason=reason))
+            reason: Counter(families.metric(success, finished_reason=reason))
             for reason in self._FINISH_REASONS
         }
         errors = families.family(
             "trident:request_errors_total", "Requests that ended with an error, by its code"
         )
         self._errors = {
-            code: _Counter(families.metric(errors, code=code.value)) for code in ErrorCode
+            code: Counter(families.metric(errors, code=code.value)) for code in ErrorCode
         }
 
-    def _make_gauges(self, families: _Families) -> None:
+    def _make_gauges(self, families: Families) -> None:
         self._running = families.gauge("vllm:num_requests_running", "Sequences being computed")
         self._waiting = families.gauge("vllm:num_requests_waiting", "Requests waiting for a place")
         self._healthy = families.gauge("trident:engine_healthy", "1 while the engine computes")
 
-    def _make_histograms(self, families: _Families) -> None:
+    def _make_histograms(self, families: Families) -> None:
         times, make = _REQUEST_BUCKETS, families.histogram
         self._e2e = make("vllm:e2e_request_latency_seconds", "Arrival to last token", times)
         self._queue = make("vllm:request_queue_time_seconds", "Arrival to first step", times)
@@ -319,10 +199,10 @@ class RequestMetrics:
         vars(self).clear()  # a metric must not outlive its family
         families.drop()
 
-    def _request_histograms(self) -> Iterable[_Histogram]:
+    def _request_histograms(self) -> Iterable[Histogram]:
         return (self._e2e, self._queue, self._prefill, self._request_prompt)
 
-    def _counters(self) -> Iterable[_Counter]:
+    def _counters(self) -> Iterable[Counter]:
         return (
             self._prompt_tokens, self._controls, *self._success.values(), *self._errors.values(),
         )  # fmt: skip
@@ -361,11 +241,11 @@ class Metrics(RequestMetrics):
         self._blocks["max"].show(num_blocks)
         self._blocks["tokens_per"].show(block_size)
 
-    def _make_counters(self, families: _Families) -> None:
+    def _make_counters(self, families: Families) -> None:
         super()._make_counters(families)
 
-        def counter(name: str, description: str) -> _Counter:
-            return _Counter(families.counter(name, description))
+        def counter(name: str, description: str) -> Counter:
+            return Counter(families.counter(name, description))
 
         self._generation_tokens = counter("vllm:generation_tokens_total", "Tokens generated")
         self._preemptions = counter(
@@ -378,7 +258,7 @@ class Metrics(RequestMetrics):
             "vllm:prefix_cache_hits_total", "Tokens found in the prefix cache"
         )
 
-    def _make_gauges(self, families: _Families) -> None:
+    def _make_gauges(self, families: Families) -> None:
         super()._make_gauges(families)
         self._usage = families.gauge(
             "vllm:kv_cache_usage_perc", "Share of the KV blocks that are held; 1 is all"
@@ -388,11 +268,11 @@ class Metrics(RequestMetrics):
             "nv_trt_llm_kv_cache_block_metrics", "KV cache block metrics", "GAUGE"
         )
         self._blocks = {
-            kind: _Gauge(families.metric(blocks, kv_cache_block_type=kind))
+            kind: Gauge(families.metric(blocks, kv_cache_block_type=kind))
             for kind in ("used", "free", "max", "tokens_per", "fraction")
         }
 
-    def _make_histograms(self, families: _Families) -> None:
+    def _make_histograms(self, families: Families) -> None:
         super()._make_histograms(families)
         times, tokens, make = _REQUEST_BUCKETS, self._token_bounds, families.histogram
         self._ttft = make(
@@ -401,7 +281,7 @@ class Metrics(RequestMetrics):
         self._decode = make("vllm:request_decode_time_seconds", "First to last token", times)
         self._mean_gap = make(
             "vllm:request_time_per_output_token_seconds",
-            "A request's mean time between tokens", _TOKEN_BUCKETS,
+            "A request's mean time between tokens", TOKEN_BUCKETS,
         )  # fmt: skip
         self._request_generation = make(
             "vllm:request_generation_tokens", "Tokens generated for a request", tokens
@@ -412,7 +292,7 @@ class Metrics(RequestMetrics):
         )
         # The same times under the older and the newer of vLLM's names.
         self._gaps = [
-            _TokenHistogram(families, f"vllm:{name}_seconds", "Time between two tokens")
+            TokenHistogram(families, f"vllm:{name}_seconds", "Time between two tokens")
             for name in ("time_per_output_token", "inter_token_latency")
         ]
 
@@ -451,13 +331,13 @@ class Metrics(RequestMetrics):
         self._params_n.observe(params.n)
         self._params_max_tokens.observe(params.max_tokens or 0)
 
-    def _request_histograms(self) -> Iterable[_Histogram]:
+    def _request_histograms(self) -> Iterable[Histogram]:
         return (
             *super()._request_histograms(), self._ttft, self._decode, self._mean_gap,
             self._request_generation, self._params_n, self._params_max_tokens,
         )  # fmt: skip
 
-    def _counters(self) -> Iterable[_Counter]:
+    def _counters(self) -> Iterable[Counter]:
         return (
             *super()._counters(), self._generation_tokens, self._preemptions,
             self._prefix_queries, self._prefix_hits,
