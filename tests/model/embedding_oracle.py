@@ -85,7 +85,7 @@ def mixed_texts(count: int) -> list[str]:
     """``count`` texts of lengths from nothing to past the model's limit, most of them short."""
     chance = random.Random(7)
     lengths = [0, 1, 2, 250, 400]
-    lengths += [int(2 ** chance.uniform(0, 6)) for _ in range(count - len(lengths))]
+    lengths += [int(2 ** chance.uniform(0, 5.5)) for _ in range(count - len(lengths))]
     texts = [" ".join(chance.choice(_WORDS) for _ in range(length)) for length in lengths]
     chance.shuffle(texts)
     return texts
