@@ -1,4 +1,4 @@
-# A stock Triton server with Trident and its default model:
+# A stock Triton server with Trident and its default models:
 #
 #   docker build -t trident .
 #   docker run --rm --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 trident

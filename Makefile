@@ -1,10 +1,11 @@
 # `make serve` starts a server from nothing but Python; `make test` checks everything.
 #
-#   make serve [MODEL=/path/to/hf/folder] [ARGS="--max-num-seqs 32 ..."]
+#   make serve [MODEL=/path/to/hf/folder] [EMBEDDING_MODEL=/path/or/none] [ARGS="--max-num-seqs 32 ..."]
 #
 # All that is installed goes into .venv; the second time nothing is, and the server starts at once.
 
 PYTHON ?= python3
+EMBEDDING_MODEL ?= default
 VENV := .venv
 BIN := $(VENV)/bin
 PROJECTS := pyproject.toml client/pyproject.toml
@@ -35,7 +36,8 @@ endef
 .PHONY: help serve test check audit soak fuzz-core fuzz-requests format kernels-aot install venv clean
 
 help:
-	@echo 'make serve [MODEL=DIR] [ARGS="..."]   start a server that answers (ARGS: .venv/bin/trident serve --help)'
+	@echo 'make serve [MODEL=DIR] [ARGS="..."]   start a server that answers (ARGS: .venv/bin/trident serve --help);'
+	@echo '  EMBEDDING_MODEL=DIR or none           the model that embeds (default: all-MiniLM-L6-v2)'
 	@echo 'make test                             lint, types and all tests'
 	@echo 'make check                            lint and types'
 	@echo 'make audit                            known faults in what is installed, as pip-audit knows them'
@@ -47,9 +49,12 @@ help:
 	@echo 'make install                          only make .venv and install into it'
 	@echo 'make clean                            remove .venv'
 
+# A repository of the user's own is served as it is.
+EMBEDDINGS = $(if $(findstring --model-repository,$(ARGS)),,--embedding-model '$(EMBEDDING_MODEL)')
+
 # exec: the command takes the place of the shell, so that Ctrl-C and make's own signals reach it.
 serve: $(VENV)/.kernels
-	@exec $(BIN)/trident serve --openai-port 9000 $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@exec $(BIN)/trident serve --openai-port 9000 $(EMBEDDINGS) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 # Threads that wait sleep soon: tests run beside servers on the same cores, where spinning costs most.
 test: check

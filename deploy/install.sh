@@ -1,10 +1,10 @@
 #!/bin/sh
 # Installs Trident into the Python that a Triton server runs: both packages, with their CPU kernels
-# compiled and the default model fetched, so that a server starts at once and without a network.
+# compiled and the default models fetched, so that a server starts at once and without a network.
 #
 #   PYTHON           the interpreter; the one on PATH if not given
 #   STUB             the server's program that runs Python models
-#   TRIDENT_HOME     where the model goes
+#   TRIDENT_HOME     where the models go
 #   NUMBA_CACHE_DIR  where compiled kernels go
 #   SERVER_USER      who may write to these two: a server on another CPU compiles kernels anew
 set -eu

@@ -143,7 +143,9 @@ def run(
         outputs = engine.step()
         wall += time.perf_counter() - began
         if any(output.error for output in outputs):
-            raise RuntimeError(f"a request failed: {[output.error for output in outputs if output.error]}")
+            raise RuntimeError(
+                f"a request failed: {[output.error for output in outputs if output.error]}"
+            )
         batch = floor.take_batch()
         if batch is not None:
             measured += floor.measure(batch)

@@ -26,6 +26,14 @@ def default_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def default_embedding_model() -> Path:
+    """The folder of the default model that embeds, fetched once."""
+    from trident_llm.model.default_model import default_home, fetch_default_embedding_model
+
+    return fetch_default_embedding_model(default_home())
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers whose head is wider than its tokenizer; ids repeat little."""
     folder = tmp_path_factory.mktemp("tiny")

@@ -28,6 +28,7 @@ ALLOWED = {
     },
     "backend/trident_llm/cli": {
         "trident_llm.core", "trident_llm.model.config", "trident_llm.model.default_model",
+        "trident_llm.model.encoder_config", "trident_llm.model.pooling_config",
     },
     "kernels/trident_kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "client/trident_client": {"tritonclient", "grpc", "numpy", "google.protobuf"},
@@ -99,8 +100,14 @@ def test_the_gateway_needs_its_extra_only_when_it_runs() -> None:
 
 
 def test_the_model_repository_names_serving_and_nothing_else() -> None:
-    for path in (ROOT / "model_repository").rglob("*.py"):
-        assert imports(path, top_level=False) == {"trident_llm.serving.model"}
+    named = {
+        path.parent.parent.name: imports(path, top_level=False)
+        for path in (ROOT / "model_repository").rglob("*.py")
+    }
+    assert named == {
+        "llm": {"trident_llm.serving.model"},
+        "embed": {"trident_llm.serving.embedding_model"},
+    }
 
 
 @pytest.mark.parametrize("room", LIGHT)

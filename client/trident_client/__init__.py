@@ -26,7 +26,16 @@ from trident_client.errors import (
     Unavailable,
     UnsupportedFeature,
 )
-from trident_client.results import Choice, Delta, Logprob, ModelInfo, Result, Times, Usage
+from trident_client.results import (
+    Choice,
+    Delta,
+    Embeddings,
+    Logprob,
+    ModelInfo,
+    Result,
+    Times,
+    Usage,
+)
 
 __all__ = [
     "TLS",
@@ -39,6 +48,7 @@ __all__ = [
     "ConnectionFailed",
     "DeadlineExceeded",
     "Delta",
+    "Embeddings",
     "InvalidArgument",
     "Keepalive",
     "Logprob",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trident_client.errors import ServerError, UnsupportedFeature, invalid
-from trident_client.results import ModelInfo
+from trident_client.results import Embeddings, ModelInfo, Usage
 from trident_client.wire import Array, Response, Value
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "control",
     "control_reply",
     "embed",
-    "embedding_of",
+    "embeddings_of",
     "generate",
     "split_prompts",
     "text_of",
@@ -195,16 +195,21 @@ def text_of(reply: Mapping[str, Any]) -> str:
     return text
 
 
-def embed(prompt: Prompt, dimensions: int | None) -> BuildInputs:
-    """The embedding of one prompt."""
+def embed(prompt: Prompt, pooling: Mapping[str, object]) -> BuildInputs:
+    """The embedding of one prompt; of `pooling` what is not None is sent."""
 
     def build(model: ModelInfo) -> dict[str, Value]:
         _require(model, "embedding_request", "embed()")
         asked: dict[str, object] = {"input": prompt if isinstance(prompt, str) else list(prompt)}
-        if dimensions is not None:
-            # vllm_backend reads the number out of a list.
-            asked["pooling_params"] = {"dimensions": [dimensions]}
+        given = _given(pooling)
+        if "dimensions" in given:
+            given["dimensions"] = [given["dimensions"]]  # vllm_backend reads it out of a list
+        if given:
+            asked["pooling_params"] = given
         inputs: dict[str, Value] = {"embedding_request": _json("embedding_request", asked)}
+        for name in ("return_embedding", "return_num_input_tokens"):
+            if name in model.inputs:
+                inputs[name] = True
         if "input_ids" not in model.inputs:
             # vllm_backend does not let `text_input` be absent, though it does not read it here.
             inputs["text_input"] = prompt if isinstance(prompt, str) else ""
@@ -213,7 +218,17 @@ def embed(prompt: Prompt, dimensions: int | None) -> BuildInputs:
     return build
 
 
-def embedding_of(response: Response) -> Array:
+def embeddings_of(responses: Sequence[Response]) -> Embeddings:
+    """The answers to several prompts as one result, in their order."""
+    counts = [sum(response.numbers("num_input_tokens")) for response in responses]
+    told = all("num_input_tokens" in response.outputs for response in responses)
+    vectors = [_embedding_of(response) for response in responses]
+    if len({len(vector) for vector in vectors}) > 1:
+        raise ServerError("the server answered with embeddings of different lengths")
+    return Embeddings(np.stack(vectors), Usage(prompt_tokens=sum(counts) if told else None))
+
+
+def _embedding_of(response: Response) -> Array:
     """The vector of a response, float32 [dimensions]; vllm_backend sends it as a JSON text."""
     value = response.outputs.get("embedding")
     try:

@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
-import numpy as np
-
 from trident_client import _request
 from trident_client._channel import TLS, Keepalive, RetryPolicy, Settings
 from trident_client._connection import Call, Connection, last_response
 from trident_client._request import BuildInputs, Prompt, Prompts
-from trident_client.results import Collector, Delta, ModelInfo, Result
-from trident_client.wire import Array
+from trident_client.results import Collector, Delta, Embeddings, ModelInfo, Result
 
 __all__ = ["Client", "Stream"]
 
@@ -271,20 +268,24 @@ class Client:
         text: Prompt | Prompts,
         *,
         dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
         timeout: float | None = None,
-    ) -> Array:
-        """The embedding of `text`, float32 [dimensions]; of a list of n, float32 [n, dimensions].
+    ) -> Embeddings:
+        """The embedding of `text`, or of each of a list of texts.
 
-        Needs a model that embeds. `dimensions` asks for shorter vectors, where the model has them.
+        Needs a model that embeds. `dimensions` asks for shorter vectors, `truncate_prompt_tokens` cuts
+        a text behind so many tokens (-1: as many as the model takes) that would be refused for its
+        length otherwise. Vectors are normalised as the model says, or as `normalize` does.
         """
-        prompts, several = _request.split_prompts(text, "text")
-        calls = [
-            Call(self._connection, _request.embed(each, dimensions), timeout) for each in prompts
-        ]
-        vectors = self._connection.run_all(
-            calls, lambda call: _request.embedding_of(last_response(call))
-        )
-        return np.stack(vectors) if several else vectors[0]
+        prompts, _ = _request.split_prompts(text, "text")
+        pooling = {
+            "dimensions": dimensions,
+            "normalize": normalize,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+        }
+        calls = [Call(self._connection, _request.embed(each, pooling), timeout) for each in prompts]
+        return _request.embeddings_of(self._connection.run_all(calls, last_response))
 
     def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
         """The token ids of `text`, as the server would make them of a prompt.

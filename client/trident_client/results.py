@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trident_client.errors import ServerError
-from trident_client.wire import Response
+from trident_client.wire import Array, Response
 
-__all__ = ["Choice", "Collector", "Delta", "Logprob", "ModelInfo", "Result", "Times", "Usage"]
+__all__ = [
+    "Choice",
+    "Collector",
+    "Delta",
+    "Embeddings",
+    "Logprob",
+    "ModelInfo",
+    "Result",
+    "Times",
+    "Usage",
+]
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,26 @@ class Result:
     @property
     def cumulative_logprob(self) -> float | None:
         return self.choices[0].cumulative_logprob
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """The vectors of some texts, float32 [number of texts, dimensions], in the order of the texts.
+
+    >>> import numpy as np
+    >>> result = Embeddings(np.array([[0.5, 1.0]], np.float32), Usage(prompt_tokens=3))
+    >>> result.vector.tolist(), result.usage.prompt_tokens
+    ([0.5, 1.0], 3)
+    """
+
+    vectors: Array
+    usage: Usage
+
+    @property
+    def vector(self) -> Array:
+        """The vector of the first text, float32 [dimensions]."""
+        vector: Array = self.vectors[0]
+        return vector
 
 
 @dataclass(frozen=True)

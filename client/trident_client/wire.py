@@ -77,6 +77,7 @@ INPUTS = _table(
     Tensor("return_num_cached_tokens", "BOOL", (1,)),
     Tensor("return_prompt_logprobs", "BOOL", (1,)),
     Tensor("return_perf_metrics", "BOOL", (1,)),
+    Tensor("return_embedding", "BOOL", (1,)),
 )
 
 OUTPUTS = _table(

@@ -141,3 +141,17 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_what_the_machine_refuses_is_a_sentence(error: OSError, said: str) -> None:
     assert describe(error).startswith(said)
+
+
+def test_a_model_that_embeds_is_looked_at_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="is no folder; --embedding-model names"):
+        checks.check_embedding_model(str(tmp_path / "none"), {})
+    with pytest.raises(CommandError, match="has no modules"):
+        checks.check_embedding_model(str(tmp_path), {})
+    with pytest.raises(CommandError, match="unknown setting block_size"):
+        checks.check_embedding_model(str(tmp_path), {"block_size": 16})
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_act": "swish"}')
+    with pytest.raises(CommandError, match=f"{tmp_path}: hidden_act: 'swish' is not supported"):
+        checks.check_embedding_model(str(tmp_path), {"pooling": "cls"})
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert checks.check_embedding_model(str(tmp_path), {"pooling": "cls"}) == tmp_path

@@ -89,3 +89,19 @@ def test_only_complete_lines_are_read(tmp_path: Path) -> None:
     assert tail.read_new() == ["two", "�"]
     assert tail.read_new() == []
     assert LineTail(path, offset=5).read_new() == ["two", "�"]
+
+
+def test_phases_of_two_models_that_load_at_once() -> None:
+    out = Terminal()
+    console = Console(out, io.StringIO(), live=True)
+    console.name_width = 14
+    console.begin_phase("server")
+    console.begin_phase("llm weights")
+    console.show_phase("embed weights")
+    console.count(3, 4)
+    assert re.fullmatch(r"  embed weights  +\d\.\d s  3/4", out.shown()[-1])
+    console.report_phase("llm weights", 2.0)  # not the one that is shown
+    console.tick()
+    console.report_phase("embed weights", 3.0)
+    console.end_phase()
+    assert out.shown()[1:] == ["  llm weights       2.0 s", "  embed weights     3.0 s", ""]

@@ -36,6 +36,13 @@ def test_what_the_user_adds_comes_last() -> None:
     assert "--url=localhost:8001" in command
     assert "--metrics-url=http://localhost:8002/metrics" in command
     assert command.index("--host=0.0.0.0") < command.index("127.0.0.1")
+    assert not any(argument.startswith("--embed-model") for argument in command)
+
+
+def test_it_is_told_of_a_model_that_embeds() -> None:
+    command = gateway_command(options("--openai-port=9000", "--embedding-model=default"))
+    assert "--model=llm" in command
+    assert "--embed-model=embed" in command
 
 
 def test_a_gateway_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import free_ports
+from tests.cli.test_checks import model_folder
 from trident_llm.cli.main import main
+from trident_llm.model.default_model import DefaultModelError
 
 
 def ports() -> list[str]:
@@ -62,14 +64,14 @@ def test_the_default_model_is_fetched_into_trident_home(
 ) -> None:
     asked: list[Path] = []
 
-    def fetch(home: Path, progress: object) -> Path:
+    def fetch(name: str, home: Path, progress: object) -> Path:
         assert callable(progress)
         progress("download", 0, 1)
         progress("convert", 1, 2)
         asked.append(home)
         return tmp_path / "fetched"
 
-    monkeypatch.setattr("trident_llm.model.default_model.fetch_default_model", fetch)
+    monkeypatch.setattr("trident_llm.model.default_model.fetch_model", fetch)
     monkeypatch.setenv("TRIDENT_HOME", str(tmp_path / "home"))
     assert main(["serve", a_server, *ports()]) == 1
     assert asked == [tmp_path / "home"]
@@ -77,6 +79,23 @@ def test_the_default_model_is_fetched_into_trident_home(
     assert "fetching the default model" in captured.out
     assert re.search(r"^  model +\d+\.\d s$", captured.out, re.MULTILINE)
     assert f"{tmp_path}/fetched does not exist" in captured.err
+
+
+def test_an_embedding_model_that_cannot_be_fetched_can_be_left_out(
+    a_server: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fetch(name: str, home: Path, progress: object) -> Path:
+        assert name == "all-minilm-l6-v2"
+        raise DefaultModelError("no network")
+
+    monkeypatch.setattr("trident_llm.model.default_model.fetch_model", fetch)
+    model = model_folder(tmp_path)
+    arguments = ["serve", a_server, *ports(), f"--model={model}", "--embedding-model=default"]
+    assert main(arguments) == 1
+    assert "error: no network; --embedding-model none serves without it" in capsys.readouterr().err
 
 
 def test_the_command_imports_nothing_heavy() -> None:

@@ -128,3 +128,33 @@ def test_a_command_is_required() -> None:
         build_parser().parse_args([])
     assert ended.value.code == 2
     assert isinstance(build_parser(), argparse.ArgumentParser)
+
+
+def test_a_model_that_embeds() -> None:
+    assert parse().models == ("llm",)
+    assert parse("--embedding-model=none").models == ("llm",)
+    given = parse("--embedding-model=/e", '--embedding-settings={"pooling": "last"}')
+    assert (given.embedding_model, given.embedding_settings) == ("/e", {"pooling": "last"})
+    assert given.models == ("llm", "embed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--embedding-model=default", "--model-repository=/r"], "cannot be combined with"),
+        (["--embedding-model=default", "--model-name=embed"], "--model-name must not be embed"),
+        (['--embedding-settings={"pooling": "cls"}'], "needs --embedding-model"),
+    ],
+)
+def test_contradictions_about_embeddings(arguments: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        parse(*arguments)
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "{", "pooling=cls"])
+def test_settings_of_the_model_that_embeds_are_an_object(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--embedding-model=/e", f"--embedding-settings={text}")
+    assert "must be a JSON object" in capsys.readouterr().err

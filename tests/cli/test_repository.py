@@ -21,6 +21,14 @@ def test_writes_the_shipped_model_with_the_user_s_settings(tmp_path: Path) -> No
     assert settings == {"model": "/m", "max_num_seqs": 8}
 
 
+def test_writes_the_shipped_model_that_embeds(tmp_path: Path) -> None:
+    write_repository(tmp_path, "embed", {"model": "/e"}, template="embed")
+    shipped = _SHIPPED.parent / "embed"
+    for name in ("config.pbtxt", "1/model.py"):
+        assert (tmp_path / "embed" / name).read_bytes() == (shipped / name).read_bytes()
+    assert json.loads((tmp_path / "embed/1/model.json").read_text()) == {"model": "/e"}
+
+
 def test_a_repository_must_hold_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "llm").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -42,6 +42,16 @@ TRIDENT_INPUTS = VLLM_INPUTS | {
     "return_prompt_logprobs": "BOOL",
     "return_perf_metrics": "BOOL",
 }
+EMBED_INPUTS = {
+    "text_input": "BYTES",
+    "embedding_request": "BYTES",
+    "input_ids": "INT32",
+    "control": "BYTES",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+    "return_embedding": "BOOL",
+}
+_INPUT_TYPES = TRIDENT_INPUTS | EMBED_INPUTS
 OUTPUT_TYPES = {
     "text_output": "BYTES",
     "finish_reason": "BYTES",
@@ -105,7 +115,7 @@ class Request:
 
     @staticmethod
     def _decode(tensor: Any, raw: bytes) -> Any:
-        assert tensor.datatype == TRIDENT_INPUTS[tensor.name], tensor.name
+        assert tensor.datatype == _INPUT_TYPES[tensor.name], tensor.name
         if tensor.datatype == "BYTES":
             assert list(tensor.shape) == [1]
             (length,) = struct.unpack_from("<I", raw)
@@ -170,6 +180,15 @@ def forever(request: Request) -> Iterator[Any]:
     request.ended.wait(WAIT)
 
 
+def embedding(request: Request) -> Iterator[Any]:
+    """As a model that embeds: of length 3, beginning with the length of the input."""
+    asked = json.loads(request.inputs["embedding_request"])
+    (size,) = asked.get("pooling_params", {}).get("dimensions", [3])
+    length = len(asked["input"])
+    assert request.inputs["return_embedding"]
+    yield message(embedding=[float(length), 1.0, 0.5][:size], num_input_tokens=[length], final=True)
+
+
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Listens on `url`, with TLS if `credentials` are given.
 
@@ -180,6 +199,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.script: Script = hello
         self.inputs = dict(TRIDENT_INPUTS)
         self.ready = True
+        self.model = "llm"
         self.requests: list[Request] = []
         self.arrived = threading.Semaphore(0)
         self.metadata_calls = 0
@@ -209,18 +229,20 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         return service_pb2.ServerReadyResponse(ready=True)
 
     def ModelReady(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return service_pb2.ModelReadyResponse(ready=self.ready and request.name == "llm")
+        return service_pb2.ModelReadyResponse(ready=self.ready and request.name == self.model)
 
     def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.metadata_calls += 1
         if self.metadata_failures:
             context.abort(*self.metadata_failures.pop(0))
-        if request.name != "llm":
+        if request.name != self.model:
             context.abort(
                 grpc.StatusCode.NOT_FOUND,
                 f"Request for unknown model: '{request.name}' is not found",
             )
-        reply = service_pb2.ModelMetadataResponse(name="llm", versions=["1"], platform="python")
+        reply = service_pb2.ModelMetadataResponse(
+            name=self.model, versions=["1"], platform="python"
+        )
         for name, datatype in self.inputs.items():
             reply.inputs.add(name=name, datatype=datatype, shape=[1])
         for name, datatype in OUTPUT_TYPES.items():

@@ -303,9 +303,9 @@ def test_everything_else(server: FakeServer) -> None:
         async with client.chat(messages, stream=True) as stream:
             assert [delta.text async for delta in stream] == ["Hel", "lo th", "ere"]
         server.script = lambda request: iter([message(embedding=[0.5, 1.0], final=True)])
-        assert (await client.embed("Hi")).tolist() == [0.5, 1.0]
+        assert (await client.embed("Hi")).vector.tolist() == [0.5, 1.0]
         sent = len(server.requests)
-        assert (await client.embed(["Hi", "Ho"])).shape == (2, 2)
+        assert (await client.embed(["Hi", "Ho"])).vectors.shape == (2, 2)
         assert len(server.requests) == sent + 2
 
     with_client(server, use)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from trident_client import (
@@ -27,10 +29,21 @@ from trident_client import (
     StreamInterrupted,
     Unavailable,
     UnsupportedFeature,
+    Usage,
 )
 
 from .conftest import QUICK
-from .fake_server import VLLM_INPUTS, WAIT, FakeServer, Request, forever, hello, message
+from .fake_server import (
+    EMBED_INPUTS,
+    VLLM_INPUTS,
+    WAIT,
+    FakeServer,
+    Request,
+    embedding,
+    forever,
+    hello,
+    message,
+)
 
 
 def test_a_request_as_it_arrives(server: FakeServer, client: Client) -> None:
@@ -407,11 +420,33 @@ def test_unicode_both_ways(server: FakeServer, client: Client) -> None:
 
 
 def test_embed(server: FakeServer, client: Client) -> None:
-    server.script = lambda request: iter([message(embedding=[0.5, 1.0, 2.0], final=True)])
-    assert client.embed("Hi").tolist() == [0.5, 1.0, 2.0]
-    assert client.embed(["Hi", "Ho"]).shape == (2, 3)
-    assert client.embed([[1, 2]], dimensions=3).shape == (1, 3)
-    assert len(server.requests) == 4
+    server.inputs = dict(EMBED_INPUTS)
+    server.script = embedding
+    assert client.embed("Hi").vector.tolist() == [2.0, 1.0, 0.5]
+    result = client.embed(["Hello", "Ho", ""])
+    assert result.vectors.tolist() == [[5.0, 1.0, 0.5], [2.0, 1.0, 0.5], [0.0, 1.0, 0.5]]
+    assert result.vectors.dtype == np.float32
+    assert result.usage == Usage(prompt_tokens=7)
+    options: dict[str, Any] = {"dimensions": 2, "normalize": False, "truncate_prompt_tokens": 8}
+    assert client.embed([[1, 2]], **options).vectors.shape == (1, 2)
+    assert len(server.requests) == 5
+    asked = json.loads(server.requests[-1].inputs["embedding_request"])
+    assert asked == {"input": [1, 2], "pooling_params": {**options, "dimensions": [2]}}
+    server.script = lambda request: iter(
+        [message(embedding=[1.0] * len(request.inputs["embedding_request"]), final=True)]
+    )
+    with pytest.raises(ServerError, match="different lengths"):
+        client.embed(["a", "abc"])
+
+
+def test_embeddings_of_an_unmodified_vllm_backend(server: FakeServer, client: Client) -> None:
+    server.inputs = dict(VLLM_INPUTS)
+    server.script = lambda request: iter([message(text_output=["[0.5, 1.0]"], final=True)])
+    result = client.embed("Hi")
+    assert result.vector.tolist() == [0.5, 1.0]
+    assert result.usage.prompt_tokens is None
+    (request,) = server.requests
+    assert set(request.inputs) == {"embedding_request", "text_input", "return_num_input_tokens"}
 
 
 def test_control_operations(client: Client) -> None:

@@ -155,25 +155,25 @@ def test_chat_options_and_sampling_part() -> None:
 
 
 def test_embedding_requests() -> None:
-    ours = _request.embed("Hi", 8)(TRIDENT)
-    assert set(ours) == {"embedding_request"}
+    ours = _request.embed("Hi", {"dimensions": 8, "normalize": None})(TRIDENT)
+    assert set(ours) == {"embedding_request", "return_num_input_tokens"}
     assert json.loads(str(ours["embedding_request"])) == {
         "input": "Hi",
         "pooling_params": {"dimensions": [8]},
     }
-    theirs = _request.embed([1, 2], None)(VLLM)
+    theirs = _request.embed([1, 2], {})(VLLM)
     assert theirs["text_input"] == ""
     assert json.loads(str(theirs["embedding_request"])) == {"input": [1, 2]}
 
 
 def test_embeddings_are_read_in_both_forms() -> None:
-    ours = _request.embedding_of(Response({"embedding": np.array([1, 2], np.float32)}, True))
-    theirs = _request.embedding_of(Response({"text_output": ["[1.0, 2.0]"]}, True))
-    assert ours.dtype == theirs.dtype == np.float32
-    assert ours.tolist() == theirs.tolist() == [1, 2]
+    ours = _request.embeddings_of([Response({"embedding": np.array([1, 2], np.float32)}, True)])
+    theirs = _request.embeddings_of([Response({"text_output": ["[1.0, 2.0]"]}, True)])
+    assert ours.vector.dtype == theirs.vector.dtype == np.float32
+    assert ours.vector.tolist() == theirs.vector.tolist() == [1, 2]
     for text in ("Hello", "[]", "3"):
         with pytest.raises(ServerError):
-            _request.embedding_of(Response({"text_output": [text]}, True))
+            _request.embeddings_of([Response({"text_output": [text]}, True)])
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])

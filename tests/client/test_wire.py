@@ -10,12 +10,14 @@ import pytest
 from trident_client.errors import InvalidArgument, ServerError
 from trident_client.wire import INPUTS, OUTPUTS, build_request, decode, encode, parse_response
 
-from .fake_server import OUTPUT_TYPES, TRIDENT_INPUTS, VLLM_INPUTS, message
+from .fake_server import EMBED_INPUTS, OUTPUT_TYPES, TRIDENT_INPUTS, VLLM_INPUTS, message
 
 
 def test_the_table_is_the_contract() -> None:
     assert {name: tensor.datatype for name, tensor in INPUTS.items()} == {
-        name: datatype for name, datatype in TRIDENT_INPUTS.items() if name != "image"
+        name: datatype
+        for name, datatype in (TRIDENT_INPUTS | EMBED_INPUTS).items()
+        if name != "image"
     }
     assert {name for name, tensor in INPUTS.items() if tensor.stock} == set(VLLM_INPUTS) - {"image"}
     assert all(OUTPUT_TYPES[name] == tensor.datatype for name, tensor in OUTPUTS.items())

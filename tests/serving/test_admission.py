@@ -9,7 +9,7 @@ import pytest
 
 from tests.serving.fake_triton import Sender
 from trident_llm.core.errors import RequestError
-from trident_llm.engine.engine import CANCELLED
+from trident_llm.engine.faults import CANCELLED
 from trident_llm.engine.loop import LEAVING
 from trident_llm.serving import admission
 from trident_llm.serving.admission import Admission

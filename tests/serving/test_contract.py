@@ -10,25 +10,33 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trident_client import wire
+from trident_llm.serving import embedding_protocol, protocol
 from trident_llm.serving.protocol import INPUTS, OUTPUTS
 
-CONFIG = Path(__file__).parents[2] / "model_repository/llm/config.pbtxt"
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
 
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return text_format.Parse(CONFIG.read_text(), model_config_pb2.ModelConfig())
+def read_config(model: str) -> Any:
+    text = (REPOSITORY / model / "config.pbtxt").read_text()
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+@pytest.fixture(params=["llm", "embed"])
+def config(request: pytest.FixtureRequest) -> Any:
+    return read_config(request.param)
 
 
 def type_name(number: int) -> str:
     return model_config_pb2.DataType.Name(number)
 
 
-def test_config_pbtxt_states_the_contract(config: Any) -> None:
+@pytest.mark.parametrize(("model", "contract"), [("llm", protocol), ("embed", embedding_protocol)])
+def test_config_pbtxt_states_the_contract(model: str, contract: Any) -> None:
+    config = read_config(model)
     inputs = {t.name: (type_name(t.data_type), list(t.dims)) for t in config.input}
     outputs = {t.name: (type_name(t.data_type), list(t.dims)) for t in config.output}
-    assert inputs == {name: (spec.data_type, spec.dims) for name, spec in INPUTS.items()}
-    assert outputs == {name: (spec.data_type, spec.dims) for name, spec in OUTPUTS.items()}
+    assert inputs == {name: (spec.data_type, spec.dims) for name, spec in contract.INPUTS.items()}
+    assert outputs == {name: (spec.data_type, spec.dims) for name, spec in contract.OUTPUTS.items()}
     assert all(t.optional for t in config.input)
 
 
@@ -38,10 +46,13 @@ def test_the_model_is_decoupled_and_unbatched(config: Any) -> None:
 
 
 def test_the_client_speaks_the_same_tensors() -> None:
-    """All but ``image``, which is refused, and ``embedding``, which is a model's of its own."""
-    for table, ours in ((wire.INPUTS, INPUTS), (wire.OUTPUTS, OUTPUTS)):
+    """All but ``image``, which is refused."""
+    both = (
+        (wire.INPUTS, INPUTS | embedding_protocol.INPUTS),
+        (wire.OUTPUTS, OUTPUTS | embedding_protocol.OUTPUTS),
+    )
+    for table, ours in both:
         spoken = {name: (t.config_type, list(t.dims)) for name, t in table.items()}
-        spoken.pop("embedding", None)
         assert spoken == {name: tuple(spec) for name, spec in ours.items() if name != "image"}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,19 @@ from trident_llm.text.tokenizer import Tokenizer
 
 
 class Loop:
-    """Keeps what the engine would get."""
+    """The engine and its loop: keeps what the engine would get."""
 
     def __init__(self) -> None:
         self.added: dict[str, Any] = {}
         self.news = threading.Condition()
 
-    def add(self, request: Request, arrival: float, grammar: Any = None) -> None:
+    def put(self, request: Request, arrival: float, grammar: Any) -> None:
         with self.news:
             self.added[request.request_id] = grammar
             self.news.notify_all()
+
+    def add(self, request_id: str, put: Callable[[Any], None]) -> None:
+        put(SimpleNamespace(add=self.put))
 
     def abort(self, request_id: str, error: RequestError) -> None:
         raise AssertionError("nothing was cancelled after it was handed over")

@@ -16,6 +16,7 @@ from trident_llm.engine.output import RequestTimes, SequenceDelta
 from trident_llm.serving.metrics import (
     EngineState,
     Metrics,
+    RequestMetrics,
     RequestProgress,
     create_metrics,
     token_buckets,
@@ -31,7 +32,7 @@ TIMES = RequestTimes(arrival=10.0, first_scheduled=10.5, first_token=11.0, finis
 
 def make(state: EngineState = BUSY) -> Metrics:
     metrics = create_metrics(
-        LABELS, lambda: state, max_model_len=1000, num_blocks=100, block_size=16
+        lambda: Metrics(LABELS, lambda: state, max_model_len=1000, num_blocks=100, block_size=16)
     )
     assert metrics is not None
     return metrics
@@ -195,9 +196,7 @@ def test_a_server_without_metrics_has_none(
     server_metrics: ServerMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     server_metrics.supported = False
-    assert (
-        create_metrics(LABELS, lambda: BUSY, max_model_len=10, num_blocks=10, block_size=16) is None
-    )
+    assert create_metrics(lambda: RequestMetrics(LABELS, lambda: BUSY, max_model_len=10)) is None
     assert caplog.text == ""
 
 

@@ -109,7 +109,7 @@ def test_a_dead_engine_is_told_outside_of_any_phase(
         assert error.message.startswith("INTERNAL ")
     wait_for(lambda: len(setup.events()) > len(loaded), "the fault is told")
     assert setup.events()[len(loaded) :] == [
-        {"event": "error", "text": "the engine has failed and computes nothing"}
+        {"event": "error", "model": "llm", "text": "the engine has failed and computes nothing"}
     ]
     assert not setup.model.is_ready()
     assert server_metrics["trident:engine_healthy"].value == 0.0

@@ -15,7 +15,7 @@ from tests.serving.outputs import make_output, token
 from trident_llm.core.errors import ErrorCode, RequestError, invalid
 from trident_llm.core.request import FinishReason
 from trident_llm.core.sampling_params import SamplingParams
-from trident_llm.engine.engine import CANCELLED
+from trident_llm.engine.faults import CANCELLED
 from trident_llm.engine.output import SequenceDelta
 from trident_llm.serving.metrics import EngineState, Metrics
 from trident_llm.serving.protocol import (

@@ -69,20 +69,20 @@ SHIPPED = Path(__file__).parents[2] / "model_repository/llm/1"
 def test_the_shipped_settings_name_the_default_model_which_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Path] = []
+    asked: list[tuple[str, Path]] = []
 
-    def fetch(home: Path, progress: fetching.Progress) -> Path:
-        asked.append(home)
+    def fetch(name: str, home: Path, progress: fetching.Progress) -> Path:
+        asked.append((name, home))
         progress("download", 0, 1)
         progress("convert", 1, 2)
         return home / "fetched"
 
-    monkeypatch.setattr(fetching, "fetch_default_model", fetch)
+    monkeypatch.setattr(fetching, "fetch_model", fetch)
     monkeypatch.setenv("TRIDENT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path / "progress"))
     config, warnings = read_settings(SHIPPED, Progress())
     assert (config.model, warnings) == (str(tmp_path / "home" / "fetched"), [])
-    assert asked == [tmp_path / "home"]
+    assert asked == [(DEFAULT_MODEL, tmp_path / "home")]
     events = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
     assert events == [
         {"event": "begin", "phase": "model"},
@@ -98,10 +98,10 @@ def test_the_shipped_settings_name_the_default_model_which_is_fetched(
 def test_a_default_model_that_cannot_be_fetched_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(home: Path, progress: fetching.Progress) -> Path:
+    def fetch(name: str, home: Path, progress: fetching.Progress) -> Path:
         raise DefaultModelError("no network")
 
-    monkeypatch.setattr(fetching, "fetch_default_model", fetch)
+    monkeypatch.setattr(fetching, "fetch_model", fetch)
     monkeypatch.setenv("TRIDENT_HOME", "/home/of/trident")
     sentence = (
         f'no network: set "model" in {SHIPPED}/model.json to the folder of a model, or fetch the '

@@ -305,3 +305,17 @@ def test_single_added_token_flags_survive_in_plain_text(save: Save) -> None:
     backend.add_tokens([AddedToken("<call>", rstrip=True, normalized=False)])
     tokenizer = Tokenizer.from_folder(save(backend, BYTE_LEVEL_CONFIG))
     assert tokenizer.encode_plain("<call>  a") == tokenizer.encode("<call>  a")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 50])
+def test_a_beginning_is_what_truncation_would_keep(max_tokens: int) -> None:
+    """What is added around a text stays; only what has no room beside it is cut."""
+    backend = make_wordpiece()
+    theirs = Backend.from_str(backend.to_str())
+    tokenizer = Tokenizer(backend, SpecialTokenNames(named={}))
+    for text in TEXTS:
+        ids = tokenizer.encode_beginning(text, max_tokens)
+        assert len(ids) <= max_tokens
+        if max_tokens > 2:
+            theirs.enable_truncation(max_tokens)
+            assert ids == theirs.encode(text).ids

@@ -18,9 +18,10 @@ from typing import Any
 
 from trident_llm.cli.errors import CommandError
 from trident_llm.core.config import EngineConfig, parse_engine_config
+from trident_llm.core.embedding import parse_embedding_config
 from trident_llm.core.errors import ConfigError
 from trident_llm.core.machine import available_memory, format_bytes
-from trident_llm.model.config import ModelConfig, weight_bytes
+from trident_llm.model.config import ModelConfig, read_json, weight_bytes
 
 # What a process with torch, the tokenizer and the server holds before any weight is loaded.
 _RUNTIME_BYTES = 400 * 2**20
@@ -54,6 +55,28 @@ def check_model(folder: str, config: EngineConfig) -> Path:
         raise CommandError(text if str(path) in text else f"{path}: {text}") from None
     if config.device == "cpu" or (config.device == "auto" and not _GPU_DRIVER.exists()):
         _check_memory(model, config)
+    return path
+
+
+def check_embedding_model(folder: str, settings: Mapping[str, Any]) -> Path:
+    """The absolute path of a model that embeds and whose files and ``settings`` can be read."""
+    # Imported here: most starts have no such model.
+    from trident_llm.model.encoder_config import EncoderConfig, is_encoder
+    from trident_llm.model.pooling_config import PoolingConfig
+
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise CommandError(
+            f"{path} is no folder; --embedding-model names a Hugging Face model folder here"
+        )
+    try:
+        config = parse_embedding_config({**settings, "model": str(path)})[0]
+        PoolingConfig.from_folder(path, config.pooling)
+        if is_encoder(path):
+            EncoderConfig.from_dict(read_json(path / "config.json"))
+    except (ConfigError, OSError) as error:
+        text = str(error)
+        raise CommandError(text if str(path) in text else f"{path}: {text}") from None
     return path
 
 

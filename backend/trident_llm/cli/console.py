@@ -20,6 +20,7 @@ class Console:
         self._out = out
         self._err = err
         self._live = live
+        self.name_width = _NAME_WIDTH  # of the longest phase's name that is expected
         self._phase: str | None = None
         self._began = 0.0
         self._count = ""
@@ -63,7 +64,7 @@ class Console:
         if self._live and self._phase is not None:
             self._clear_live_line()
             seconds = time.monotonic() - self._began
-            self._write(self._out, f"{_phase_line(self._phase, seconds)}{self._count}")
+            self._write(self._out, f"{self._phase_line(self._phase, seconds)}{self._count}")
             self._line_is_live = True
 
     def end_phase(self, seconds: float | None = None) -> None:
@@ -73,7 +74,19 @@ class Console:
         if seconds is None:
             seconds = time.monotonic() - self._began
         name, self._phase = self._phase, None
-        self.line(_phase_line(name, seconds))
+        self.line(self._phase_line(name, seconds))
+
+    def show_phase(self, name: str) -> None:
+        """Shows ``name`` as the running phase from now on, in the place of another that goes on."""
+        self.drop_phase()
+        self._phase, self._began, self._count = name, time.monotonic(), ""
+        self.tick()
+
+    def report_phase(self, name: str, seconds: float) -> None:
+        """Tells of a phase that has ended, whether it is the one that is shown or not."""
+        if self._phase == name:
+            self._phase = None
+        self.line(self._phase_line(name, seconds))
 
     def drop_phase(self) -> None:
         """Forgets the running phase: it did not come to its end."""
@@ -84,6 +97,9 @@ class Console:
         if self._line_is_live:
             self._line_is_live = False
             self._write(self._out, "\r\x1b[K")
+
+    def _phase_line(self, name: str, seconds: float) -> str:
+        return f"  {name:<{self.name_width}} {seconds:6.1f} s"
 
     def _write(self, stream: TextIO, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -96,7 +112,3 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-
-
-def _phase_line(name: str, seconds: float) -> str:
-    return f"  {name:<{_NAME_WIDTH}} {seconds:6.1f} s"

@@ -39,6 +39,7 @@ def gateway_command(options: ServeOptions) -> list[str]:
         # As widely as the server itself listens.
         "--host=0.0.0.0", f"--port={options.openai_port}",
         f"--metrics-url=http://localhost:{options.metrics_port}/metrics",
+        *(f"--embed-model={name}" for name in options.models[1:]),
         *options.openai_args, "--stop-at-eof",
     ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trident_llm.cli.errors import CommandError
 from trident_llm.core.config import EngineConfig, setting_help
+
+EMBEDDING_MODEL_NAME = "embed"
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -56,6 +59,14 @@ class ServeOptions:
     verbose: bool
     self_check: bool
     engine_settings: Mapping[str, Any]  # only those that were given, without the model
+    embedding_model: str | None  # a folder or "default"; None: no model that embeds
+    embedding_settings: Mapping[str, Any]  # of that model's engine
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that the server must have ready."""
+        embeds = self.embedding_model is not None
+        return (self.model_name, EMBEDDING_MODEL_NAME) if embeds else (self.model_name,)
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +105,8 @@ def serve_options(arguments: argparse.Namespace) -> ServeOptions:
             f"{options} cannot be combined with --model-repository: a repository is served as it "
             "is; write the settings into its 1/model.json"
         )
+    embedding_model = None if arguments.embedding_model == "none" else arguments.embedding_model
+    _check_embedding(arguments, embedding_model)
     return ServeOptions(
         model=arguments.model,
         model_name=arguments.model_name,
@@ -109,7 +122,26 @@ def serve_options(arguments: argparse.Namespace) -> ServeOptions:
         verbose=arguments.verbose,
         self_check=arguments.self_check,
         engine_settings=settings,
+        embedding_model=embedding_model,
+        embedding_settings=arguments.embedding_settings,
     )
+
+
+def _check_embedding(arguments: argparse.Namespace, embedding_model: str | None) -> None:
+    if embedding_model is None:
+        if arguments.embedding_settings:
+            raise CommandError("--embedding-settings needs --embedding-model")
+        return
+    if arguments.model_repository is not None:
+        raise CommandError(
+            "--embedding-model cannot be combined with --model-repository: a repository is served as "
+            "it is"
+        )
+    if arguments.model_name == EMBEDDING_MODEL_NAME:
+        raise CommandError(
+            f"--model-name must not be {EMBEDDING_MODEL_NAME}, which is the name of the model that "
+            "embeds"
+        )
 
 
 def _add_server_options(group: Any) -> None:
@@ -127,6 +159,15 @@ def _add_server_options(group: Any) -> None:
     group.add_argument(
         "--openai-port", type=_port, metavar="N",
         help="serve OpenAI's HTTP API on this port too (default: no)",
+    )  # fmt: skip
+    group.add_argument(
+        "--embedding-model", default="none", metavar="DIR",
+        help=f"serve a model that embeds too, under the name {EMBEDDING_MODEL_NAME}: its folder, or "
+        '"default" for all-MiniLM-L6-v2, fetched once (default: none)',
+    )  # fmt: skip
+    group.add_argument(
+        "--embedding-settings", type=_json_object, default={}, metavar="JSON",
+        help='settings of that model\'s engine, as a JSON object: {"max_num_seqs": 8}',
     )  # fmt: skip
     group.add_argument(
         "--openai-args", default="", metavar="ARGS",
@@ -189,6 +230,16 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a port between 1 and 65535, not {text!r}")
     return int(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def _model_name(text: str) -> str:

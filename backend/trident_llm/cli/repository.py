@@ -17,17 +17,22 @@ from typing import Any
 from trident_llm.cli.errors import CommandError
 from trident_llm.core.config import EngineConfig
 
-_TEMPLATE = Path(__file__).parent / "model_repository" / "llm"
+_TEMPLATES = Path(__file__).parent / "model_repository"
 
 
-def write_repository(target: Path, model_name: str, settings: Mapping[str, Any]) -> None:
-    """Writes the model ``model_name`` with the engine's ``settings`` under the folder ``target``."""
+def write_repository(
+    target: Path, model_name: str, settings: Mapping[str, Any], template: str = "llm"
+) -> None:
+    """Writes the model ``model_name`` with the engine's ``settings`` under the folder ``target``.
+
+    ``template`` is the shipped model that it is a copy of: ``llm`` or ``embed``.
+    """
     version = target / model_name / "1"
     version.mkdir(parents=True)
-    config = (_TEMPLATE / "config.pbtxt").read_text(encoding="utf-8")
+    config = (_TEMPLATES / template / "config.pbtxt").read_text(encoding="utf-8")
     config = re.sub(r'(?m)^name:\s*"[^"]*"', lambda _: f'name: "{model_name}"', config, count=1)
     (target / model_name / "config.pbtxt").write_text(config, encoding="utf-8")
-    shutil.copyfile(_TEMPLATE / "1" / "model.py", version / "model.py")
+    shutil.copyfile(_TEMPLATES / template / "1" / "model.py", version / "model.py")
     (version / "model.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

@@ -16,17 +16,20 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from trident_llm.cli import checks
 from trident_llm.cli.console import Console
 from trident_llm.cli.errors import CommandError
 from trident_llm.cli.gateway_process import check_gateway
-from trident_llm.cli.options import ServeOptions
+from trident_llm.cli.options import EMBEDDING_MODEL_NAME, ServeOptions
 from trident_llm.cli.repository import check_repository, drain_seconds, write_repository
 from trident_llm.cli.server_process import ServerSettings
 from trident_llm.cli.server_run import ServerRun
 from trident_llm.cli.stop_signals import StopRequested, StopSignals
 from trident_llm.cli.triton_server import find_tritonserver, prepare_server
+from trident_llm.core.config import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL
+from trident_llm.core.embedding import parse_embedding_config
 
 
 def serve(options: ServeOptions, console: Console, stop: StopSignals) -> int:
@@ -46,6 +49,8 @@ def serve(options: ServeOptions, console: Console, stop: StopSignals) -> int:
     checks.check_settings(options.engine_settings)
     run_directory = Path(tempfile.mkdtemp(prefix=f"trident-{os.getpid()}-"))
     run: ServerRun | None = None
+    if len(options.models) > 1:  # phases bear the names of their models
+        console.name_width = 16
     status = 0
     try:
         repository, drain = _repository(options, run_directory, console, stop)
@@ -80,7 +85,7 @@ def _repository(
         return repository, drain_seconds(repository, options.model_name)
     model = options.model
     if model is None:
-        model = _default_model(console, stop)
+        model = _default_model(DEFAULT_MODEL, "model", console, stop)
     settings = {"model": model, **options.engine_settings}
     config = checks.check_settings(settings)
     settings["model"] = str(checks.check_model(model, config))
@@ -88,24 +93,42 @@ def _repository(
         settings["tokenizer"] = str(Path(config.tokenizer).expanduser().absolute())
     repository = run_directory / "models"
     write_repository(repository, options.model_name, settings)
-    return repository, config.drain_seconds
+    drain = config.drain_seconds
+    if options.embedding_model is not None:
+        embedding_settings = _embedding_settings(options, options.embedding_model, console, stop)
+        write_repository(repository, EMBEDDING_MODEL_NAME, embedding_settings, template="embed")
+        drain = max(drain, parse_embedding_config(embedding_settings)[0].drain_seconds)
+    return repository, drain
 
 
-def _default_model(console: Console, stop: StopSignals) -> str:
-    """The folder of the default model, fetched and converted the first time."""
+def _embedding_settings(
+    options: ServeOptions, model: str, console: Console, stop: StopSignals
+) -> dict[str, Any]:
+    """What the model.json of the model that embeds holds."""
+    if model == "default":
+        try:
+            model = _default_model(DEFAULT_EMBEDDING_MODEL, "embed model", console, stop)
+        except CommandError as error:
+            raise CommandError(f"{error}; --embedding-model none serves without it") from None
+    settings = options.embedding_settings
+    return {**settings, "model": str(checks.check_embedding_model(model, settings))}
+
+
+def _default_model(name: str, phase: str, console: Console, stop: StopSignals) -> str:
+    """The folder of the default model ``name``, fetched and made the first time."""
     from trident_llm.model.config import ModelConfigError
-    from trident_llm.model.default_model import default_home, fetch_default_model
+    from trident_llm.model.default_model import DEFAULT_MODELS, default_home, fetch_model
 
     def progress(what: str, done: int, total: int) -> None:
         if what == "download" and done == 0:
-            console.line("fetching the default model, SmolLM2-135M-Instruct (98 MB); done once")
+            console.line(f"fetching the default model, {DEFAULT_MODELS[name].title}; done once")
         else:
             console.count(done, total)
 
-    console.begin_phase("model")
+    console.begin_phase(phase)
     try:
         with stop.interruptible():
-            folder = fetch_default_model(default_home(), progress)
+            folder = fetch_model(name, default_home(), progress)
     except (ModelConfigError, OSError) as error:
         raise CommandError(str(error)) from None
     console.end_phase()

@@ -86,7 +86,7 @@ class ServerProcess:
         assert self._keeper.stdout is not None
         first_line = self._keeper.stdout.readline()
         self.pid = int(first_line) if first_line.strip().isdigit() else None
-        self._had_stub = False
+        self._most_stubs = 0
 
     @property
     def exit_status(self) -> int | None:
@@ -110,13 +110,13 @@ class ServerProcess:
         self._keeper.stdout.close()
         return status
 
-    def stub_died(self) -> bool:
-        """Whether there was a process that runs the model, and now there is none."""
+    def stub_died(self, num_models: int = 1) -> bool:
+        """Whether each of ``num_models`` models had a process that runs it, and now one has none."""
         alive = self._num_stubs()
         if alive is None:
             return False
-        self._had_stub = self._had_stub or alive > 0
-        return self._had_stub and alive == 0
+        self._most_stubs = max(self._most_stubs, alive)
+        return alive < num_models <= self._most_stubs
 
     def read_log(self) -> list[str]:
         """All lines of the log since this server's start."""

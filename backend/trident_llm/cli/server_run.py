@@ -83,8 +83,9 @@ class ServerRun:
         self._process: ServerProcess | None = None
         self._progress = LineTail(settings.progress_file)
         self._log = LineTail(settings.log_file)
-        self._loading = False  # a phase has begun and not ended
+        self._loading: dict[str, str] = {}  # by model: the phase that has begun and not ended
         self._error: str | None = None  # the model's own word for why it failed
+        self._error_in_load = False  # it failed while it was loaded
         self._gateway: GatewayProcess | None = None
         self._gateway_budget = RestartBudget(_MAX_RESTARTS, _RESTART_WINDOW_SECONDS)
         self.was_ready = False
@@ -142,7 +143,7 @@ class ServerRun:
 
     def _start(self) -> None:
         self._error = None
-        self._loading = False
+        self._loading.clear()
         self._console.begin_phase("server")
         self._process = ServerProcess(self._server, self._settings)
         self._progress = LineTail(self._settings.progress_file)
@@ -156,12 +157,17 @@ class ServerRun:
             self._pass_on()
             if status is not None:
                 raise self._load_error(self._process, status)
-            if model_is_ready(self._options.http_port, self._options.model_name):
+            if self._num_ready() == len(self._options.models):
                 self._pass_on()
                 self._console.end_phase()
                 return
             self._console.tick()
             self._stop.sleep(0.1)
+
+    def _num_ready(self) -> int:
+        """How many of our models the server calls ready."""
+        port = self._options.http_port
+        return sum(model_is_ready(port, name) for name in self._options.models)
 
     def _follow_gateway(self, port: int) -> None:
         """Waits until the gateway answers. Raises if it ends instead."""
@@ -240,8 +246,8 @@ class ServerRun:
                 raise _ServerFailed(f"the server ended by itself ({_describe(status)})")
             if self._error is not None:
                 error, self._error = self._error, None
-                # A model that a client loads may fail to; that is no fault of the one that runs.
-                if not self._loading:
+                # A model that a client loads may fail to; that is no fault of those that run.
+                if not self._error_in_load:
                     raise _ServerFailed(error)
                 self._console.drop_phase()
                 self._console.error(error)
@@ -249,9 +255,8 @@ class ServerRun:
                 next_health = time.monotonic() + _HEALTH_SECONDS
                 # Some servers go on announcing a model whose process is gone. An unloaded model's
                 # process is gone as well, but then the server does not call it ready.
-                died = process.stub_died() and model_is_ready(
-                    self._options.http_port, self._options.model_name
-                )
+                num_models = len(self._options.models)
+                died = process.stub_died(num_models) and process.stub_died(self._num_ready())
                 if died and suspicious:
                     raise _ServerFailed("the process that runs the model has died")
                 suspicious = died
@@ -306,21 +311,27 @@ class ServerRun:
             event = json.loads(line)
         except ValueError:
             return  # cut off where the disk was full
+        model = event.get("model", "")
+        # Several models load at once: each line tells of which it is.
+        name = f"{model} " if len(self._options.models) > 1 and model else ""
         match event["event"]:
             case "begin":
-                self._loading = True
-                self._console.begin_phase(event["phase"])
-            case "progress":
+                show = self._console.show_phase if self._loading else self._console.begin_phase
+                self._loading[model] = name + event["phase"]
+                show(name + event["phase"])
+            case "progress" if list(self._loading)[-1:] == [model]:
                 self._console.count(event["done"], event["total"])
             case "end":
-                self._loading = False
-                self._console.end_phase(event["seconds"])
+                self._console.report_phase(self._loading.pop(model, ""), event["seconds"])
+                for phase in list(self._loading.values())[-1:]:
+                    self._console.show_phase(phase)
             case "settings":
-                self._console.line(f"  {event['text']}")
+                self._console.line(f"  {name}{event['text']}")
             case "warning":
-                self._console.warn(event["text"])
+                self._console.warn(name + event["text"])
             case "error":
-                self._error = event["text"]
+                self._error = f"{model}: {event['text']}" if name else event["text"]
+                self._error_in_load = self._loading.pop(model, None) is not None
 
 
 def _describe(status: int) -> str:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 
-from trident_llm.cli.options import ServeOptions
+from trident_llm.cli.options import EMBEDDING_MODEL_NAME, ServeOptions
 
 
 def usage_lines(options: ServeOptions) -> list[str]:
@@ -27,6 +27,10 @@ def usage_lines(options: ServeOptions) -> list[str]:
             f"  curl -s localhost:{options.openai_port}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{chat}'",
         ]
+    embed = []
+    if options.embedding_model is not None:
+        url_of_embed = f"localhost:{options.http_port}/v2/models/{EMBEDDING_MODEL_NAME}"
+        embed = [f'  curl -s {url_of_embed}/generate -d \'{{"text_input": "Hello"}}\'']
     return [
         "",
         "Try it:",
@@ -35,6 +39,7 @@ def usage_lines(options: ServeOptions) -> list[str]:
         f"  {_python()} -c '{program}'",
         f"  tritonclient: gRPC at localhost:{options.grpc_port}, model {options.model_name}; it is "
         "decoupled, so use start_stream() or stream_infer()",
+        *embed,
         *openai,
         f"  metrics: curl -s localhost:{options.metrics_port}/metrics",
         "",

@@ -8,16 +8,24 @@ Settings of vLLM that mean nothing here are warned about; unknown ones are refus
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trident_llm.core.errors import ConfigError
 
-DEFAULT_MODEL = "smollm2-135m-instruct"  # a "model" in model.json that is fetched; no other is
+# A "model" in model.json that is fetched: one that generates and one that embeds; no other is.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_EMBEDDING_MODEL = "all-minilm-l6-v2"
 
 
-def _setting(default: Any, help: str) -> Any:
+DEVICE_HELP = "where the model runs"
+
+Config = TypeVar("Config")
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a configuration, with the sentence that explains it to users."""
     return field(default=default, metadata={"help": help})
 
 
@@ -25,77 +33,70 @@ def _setting(default: Any, help: str) -> Any:
 class EngineConfig:
     """Every setting of the engine. Each field is also an option of ``trident serve``."""
 
-    model: str = _setting(
+    model: str = setting(
         "", "folder of the model: config.json, tokenizer.json, *.safetensors, or GGUF"
     )
-    tokenizer: str | None = _setting(None, "folder of the tokenizer, if it is not the model's")
-    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+    tokenizer: str | None = setting(None, "folder of the tokenizer, if it is not the model's")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", DEVICE_HELP)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         "type of weights, activations and KV cache; auto is bfloat16 where the device computes in it",
     )
-    max_model_len: int | None = _setting(
+    max_model_len: int | None = setting(
         None, "longest prompt plus output, in tokens; default: what the model and the pool allow"
     )
-    block_size: int = _setting(16, "tokens of one KV block")
-    num_blocks: int | None = _setting(None, "KV blocks; overrides the sizes in bytes")
-    kv_cache_memory_bytes: int | None = _setting(None, "size of the KV pool in bytes")
-    gpu_memory_utilization: float = _setting(0.9, "share of the GPU's memory to use in all")
-    max_num_seqs: int | None = _setting(None, "most sequences running at once")
-    max_num_batched_tokens: int | None = _setting(None, "most tokens computed in one step")
-    long_prefill_token_threshold: int | None = _setting(
+    block_size: int = setting(16, "tokens of one KV block")
+    num_blocks: int | None = setting(None, "KV blocks; overrides the sizes in bytes")
+    kv_cache_memory_bytes: int | None = setting(None, "size of the KV pool in bytes")
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use in all")
+    max_num_seqs: int | None = setting(None, "most sequences running at once")
+    max_num_batched_tokens: int | None = setting(None, "most tokens computed in one step")
+    long_prefill_token_threshold: int | None = setting(
         None,
         "most prompt tokens of one sequence in a step; default: half of max_num_batched_tokens "
         "while others want a share, else all",
     )
-    max_waiting: int | None = _setting(
+    max_waiting: int | None = setting(
         None,
         "requests that may wait for a place before others are refused; default 4 x max_num_seqs",
     )
-    admission: Literal["reject", "block"] = _setting(
+    admission: Literal["reject", "block"] = setting(
         "reject",
         "when max_waiting is reached: answer UNAVAILABLE, or leave requests in Triton's own queue",
     )
-    scheduling_policy: Literal["fcfs", "priority"] = _setting(
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "order of waiting requests; with priority a lower value goes first"
     )
-    enable_prefix_caching: bool = _setting(True, "share the KV of equal prefixes between requests")
-    launch_depth: int | None = _setting(
+    enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes between requests")
+    launch_depth: int | None = setting(
         None, "steps launched before the oldest one is collected (0 to 2); default 0 on CPU"
     )
-    seed: int | None = _setting(None, "makes the seeds of requests that bring none repeatable")
-    generation_config: Literal["auto", "vllm"] = _setting(
+    seed: int | None = setting(None, "makes the seeds of requests that bring none repeatable")
+    generation_config: Literal["auto", "vllm"] = setting(
         "auto",
         "auto: sampling defaults from the model's generation_config.json; vllm: neutral ones",
     )
-    max_logprobs: int = _setting(20, "most log-probabilities a request may ask per token")
-    num_threads: int | None = _setting(None, "CPU threads of the model; default: the cores at hand")
-    drain_seconds: float = _setting(
+    max_logprobs: int = setting(20, "most log-probabilities a request may ask per token")
+    num_threads: int | None = setting(None, "CPU threads of the model; default: the cores at hand")
+    drain_seconds: float = setting(
         10.0, "how long requests in flight may finish when the server leaves"
     )
-    cuda_graphs: bool = _setting(
+    cuda_graphs: bool = setting(
         False, "on a GPU: replay decode steps from CUDA graphs, which were recorded at load"
     )
-    watchdog_seconds: float = _setting(
+    watchdog_seconds: float = setting(
         120.0, "how long the engine may make no progress before it counts as stuck"
     )
-    log_requests: bool = _setting(
+    log_requests: bool = setting(
         True, "a line of JSON in the log at the end of each request, with nothing of its text"
     )
-    tensor_parallel_size: int = _setting(1, "devices that share one model; only 1 is supported")
-    quantization: Literal["int8"] | None = _setting(
+    tensor_parallel_size: int = setting(1, "devices that share one model; only 1 is supported")
+    quantization: Literal["int8"] | None = setting(
         None, "int8: linear layers in 8 bits, on CPUs with AVX-512 VNNI; default: as dtype says"
     )
 
     def __post_init__(self) -> None:
-        at_least_one = (
-            "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
-            "long_prefill_token_threshold", "kv_cache_memory_bytes", "num_threads",
-        )  # fmt: skip
-        for name in at_least_one:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+        check_ranges(self)
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError("num_blocks must be at least 2: block 0 is reserved for padding")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -104,14 +105,28 @@ class EngineConfig:
             raise ConfigError("launch_depth must be 0, 1 or 2")
         if not 0 <= self.max_logprobs <= 100:
             raise ConfigError("max_logprobs must be between 0 and 100")
-        if not 0.0 <= self.drain_seconds <= 600.0:
-            raise ConfigError("drain_seconds must be between 0 and 600")
-        if not 0.1 <= self.watchdog_seconds <= 86400.0:
-            raise ConfigError("watchdog_seconds must be between 0.1 and 86400")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 "tensor_parallel_size must be 1: one device per instance is supported"
             )
+
+
+_AT_LEAST_ONE = (
+    "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting",
+    "long_prefill_token_threshold", "kv_cache_memory_bytes", "num_threads",
+)  # fmt: skip
+_SECONDS = {"drain_seconds": (0.0, 600.0), "watchdog_seconds": (0.1, 86400.0)}
+
+
+def check_ranges(config: Any) -> None:
+    """Raises :class:`ConfigError` for a value that no kind of engine can work with."""
+    for name in _AT_LEAST_ONE:
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name, (least, most) in _SECONDS.items():
+        if not least <= getattr(config, name) <= most:
+            raise ConfigError(f"{name} must be between {least:g} and {most:g}")
 
 
 # Settings of vLLM's AsyncEngineArgs that have no meaning here: accepted with a warning.
@@ -140,7 +155,14 @@ def parse_engine_config(settings: Mapping[str, Any]) -> tuple[EngineConfig, list
     Raises:
         ConfigError: an unknown setting, or a value of the wrong type or range, by name.
     """
-    hints = get_type_hints(EngineConfig)
+    return parse_settings(EngineConfig, settings)
+
+
+def parse_settings(
+    kind: Callable[..., Config], settings: Mapping[str, Any]
+) -> tuple[Config, list[str]]:
+    """As :func:`parse_engine_config`, for the configuration ``kind``."""
+    hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for key, value in settings.items():
@@ -152,7 +174,7 @@ def parse_engine_config(settings: Mapping[str, Any]) -> tuple[EngineConfig, list
         else:
             known = ", ".join(sorted(hints))
             raise ConfigError(f"unknown setting {key}; the settings are: {known}")
-    return EngineConfig(**values), warnings
+    return kind(**values), warnings
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

@@ -19,6 +19,13 @@ from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.messages import SchedulerOutput, StepResult
 from trident_llm.core.request import FinishReason, Request
 from trident_llm.core.scheduler import NOTHING_ALLOWED, Scheduler
+from trident_llm.engine.faults import (
+    CANCELLED,
+    INTERNAL_STEP,
+    MAX_FAILED_STEPS,
+    NOT_FINITE,
+    EngineDeadError,
+)
 from trident_llm.engine.grammar import OutputGrammar
 from trident_llm.engine.output import ActiveRequest, RequestOutput, SequenceDelta
 from trident_llm.text.grammar.compiler import FIELD as GRAMMAR_FIELD
@@ -30,16 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trident")
 
-# Steps that may fail in a row before the engine gives up: one bad step can be a bad input of its own,
-# several mean that the device or the model is broken.
-MAX_FAILED_STEPS = 3
-
-INTERNAL_STEP = RequestError(
-    ErrorCode.INTERNAL, "engine", "a step failed while computing this request; send it again"
-)
-NOT_FINITE = RequestError(
-    ErrorCode.INTERNAL, "engine", "the model's output for this request was not finite"
-)
 NOTHING_TO_SAMPLE = RequestError(
     ErrorCode.INVALID_ARG,
     "sampling_parameters",
@@ -49,11 +46,6 @@ NOTHING_TO_SAMPLE = RequestError(
 OUTSIDE_GRAMMAR = RequestError(
     ErrorCode.INTERNAL, "structured_outputs", "could not be followed to the end; this is our fault"
 )
-CANCELLED = RequestError(ErrorCode.CANCELLED, "request", "cancelled by the client")
-
-
-class EngineDeadError(RuntimeError):
-    """Too many steps failed in a row: the engine computes nothing any more."""
 
 
 class StepExecutor(Protocol):
@@ -151,6 +143,13 @@ class Engine:
             logger.exception("a step failed")
             self._recover()
         return self.take_ended() + outputs
+
+    def check_idle(self) -> list[str]:
+        """What is wrong with the blocks' accounts, which are exact when there is nothing to do."""
+        problems = self.scheduler.check_integrity()
+        if self.scheduler.pool.num_held:
+            problems.append(f"{self.scheduler.pool.num_held} blocks are held by nobody")
+        return problems
 
     def take_ended(self) -> list[RequestOutput]:
         """Outputs of requests that ended outside a step's results."""

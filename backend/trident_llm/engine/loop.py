@@ -12,13 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from trident_llm.core.errors import ErrorCode, RequestError
-from trident_llm.core.request import Request
-from trident_llm.engine.engine import CANCELLED, Engine, EngineDeadError
+from trident_llm.engine.faults import CANCELLED, EngineDeadError
 from trident_llm.engine.output import RequestOutput
-from trident_llm.text.grammar.matcher import CompiledGrammar
 
 logger = logging.getLogger("trident")
 
@@ -29,11 +27,36 @@ DEAD = RequestError(
 IDLE_CHECK_SECONDS = 1.0
 
 
+class SteppedEngine(Protocol):
+    """What the loop needs of an engine, of whatever kind; all is called on the engine's thread."""
+
+    num_moves: int  # grows whenever it gets on
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]:
+        """Raises :class:`EngineDeadError` once it gives up; then all requests have ended."""
+
+    def take_ended(self) -> list[RequestOutput]:
+        """Outputs of requests that ended outside of a step's results."""
+
+    def abort(self, request_id: str, error: RequestError) -> None:
+        """Ends a request; unknown or ended ids are ignored."""
+
+    def abort_all(self, error: RequestError) -> None: ...
+
+    def check_idle(self) -> list[str]:
+        """What is wrong with its accounts, now that it has nothing to do."""
+
+
+E = TypeVar("E", bound=SteppedEngine)
+
+
 @dataclass(frozen=True)
-class _Add:
-    request: Request
-    arrival: float
-    grammar: CompiledGrammar | None
+class _Add(Generic[E]):
+    request_id: str
+    put: Callable[[E], None]
 
 
 @dataclass(frozen=True)
@@ -48,15 +71,15 @@ class _Stop:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Call(Generic[E]):
     """A read of the engine's state on its own thread."""
 
-    function: Callable[[Engine], Any]
+    function: Callable[[E], Any]
     answer: queue.SimpleQueue[Any]
 
 
-class EngineLoop:
-    """Runs one :class:`Engine` in a thread.
+class EngineLoop(Generic[E]):
+    """Runs one engine in a thread.
 
     Args:
         load: makes the engine; runs on the engine's thread. What it raises, :meth:`wait_ready` raises.
@@ -66,14 +89,14 @@ class EngineLoop:
 
     def __init__(
         self,
-        load: Callable[[], Engine],
+        load: Callable[[], E],
         on_outputs: Callable[[list[RequestOutput]], None],
         on_dead: Callable[[], None],
     ) -> None:
         self._load = load
         self._on_outputs = on_outputs
         self._on_dead = on_dead
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop | _Call] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add[E] | _Abort | _Stop | _Call[E]] = queue.SimpleQueue()
         self._num_queued = 0
         self._lock = threading.Lock()
         self._ready = threading.Event()
@@ -99,11 +122,11 @@ class EngineLoop:
         """Requests that were added and that the engine has not seen yet."""
         return self._num_queued
 
-    def add(self, request: Request, arrival: float, grammar: CompiledGrammar | None = None) -> None:
-        """Hands a request over; see :meth:`Engine.add`."""
+    def add(self, request_id: str, put: Callable[[E], None]) -> None:
+        """Hands a request over; ``put`` gives it to the engine, on the engine's thread."""
         with self._lock:
             self._num_queued += 1
-        self._inbox.put(_Add(request, arrival, grammar))
+        self._inbox.put(_Add(request_id, put))
 
     def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
         self._inbox.put(_Abort(request_id, error))
@@ -120,7 +143,7 @@ class EngineLoop:
         self._inbox.put(_Stop())
         self._thread.join(timeout)
 
-    def call(self, function: Callable[[Engine], Any], timeout: float = 10.0) -> Any:
+    def call(self, function: Callable[[E], Any], timeout: float = 10.0) -> Any:
         """The value of ``function(engine)``, computed between two steps.
 
         Raises:
@@ -161,7 +184,7 @@ class EngineLoop:
         engine.abort_all(LEAVING)
         self._on_outputs(engine.take_ended())
 
-    def _take_commands(self, engine: Engine) -> None:
+    def _take_commands(self, engine: E) -> None:
         """Handles what is in the inbox; waits for something if there is nothing to compute."""
         try:
             if engine.has_work:
@@ -174,7 +197,7 @@ class EngineLoop:
             if not engine.has_work:
                 self._check_idle(engine)
 
-    def _wait_for_command(self) -> _Add | _Abort | _Stop | _Call:
+    def _wait_for_command(self) -> _Add[E] | _Abort | _Stop | _Call[E]:
         self._idle = True
         try:
             return self._inbox.get(timeout=IDLE_CHECK_SECONDS)
@@ -182,11 +205,11 @@ class EngineLoop:
             self._last_progress = time.monotonic()
             self._idle = False
 
-    def _handle(self, engine: Engine, command: _Add | _Abort | _Stop | _Call) -> None:
+    def _handle(self, engine: E, command: _Add[E] | _Abort | _Stop | _Call[E]) -> None:
         if isinstance(command, _Add):
-            engine.add(command.request, command.arrival, command.grammar)
+            command.put(engine)
             if self.dead or self._stopping:
-                engine.abort(command.request.request_id, DEAD if self.dead else LEAVING)
+                engine.abort(command.request_id, DEAD if self.dead else LEAVING)
             with self._lock:
                 self._num_queued -= 1
         elif isinstance(command, _Abort):
@@ -196,11 +219,9 @@ class EngineLoop:
         else:
             self._stopping = True
 
-    def _check_idle(self, engine: Engine) -> None:
+    def _check_idle(self, engine: E) -> None:
         """With nothing to do, the accounts must be exact; a fault is reported and never kills."""
-        problems = engine.scheduler.check_integrity()
-        if engine.scheduler.pool.num_held:
-            problems.append(f"{engine.scheduler.pool.num_held} blocks are held by nobody")
+        problems = engine.check_idle()
         if problems:
             self.integrity_failures += 1
             logger.error("block accounts are wrong: %s", "; ".join(problems[:5]))

@@ -11,6 +11,9 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from trident_llm.core.errors import RequestError
 from trident_llm.core.messages import TokenLogprob
 from trident_llm.core.request import FinishReason, Request, Sequence
@@ -67,6 +70,7 @@ class RequestOutput:
     times: RequestTimes
     # Per prompt token, in the first output only and only if asked for; the first has None.
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    embedding: npt.NDArray[np.float32] | None = None  # [dimensions], of a model that embeds
 
     def merge(self, later: RequestOutput) -> None:
         """Takes in the output that follows this one, when this one is still unread."""

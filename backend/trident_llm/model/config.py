@@ -74,6 +74,7 @@ _ARCHITECTURES = {
         windows="upper_layers",
     ),
 }  # fmt: skip
+DECODER_TYPES = tuple(known.model_type for known in _ARCHITECTURES.values())
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class ModelConfig:
         if path.is_dir() and (path / "config.json").is_file():
             generation = path / "generation_config.json"
             return cls.from_dict(
-                _read_json(path / "config.json"),
-                _read_json(generation) if generation.is_file() else None,
+                read_json(path / "config.json"),
+                read_json(generation) if generation.is_file() else None,
             )
         # Imported here: reading GGUF needs numpy, and the command line mostly does not.
         from trident_llm.model import gguf
@@ -172,7 +173,7 @@ class ModelConfig:
             mlp_bias=architecture.mlp_bias and fields.boolean("mlp_bias"),
             qk_norm=architecture.qk_norm,
             sliding_windows=_sliding_windows(fields, architecture, num_layers),
-            dtype=_dtype(config),
+            dtype=read_dtype(config),
             bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
             eos_token_ids=_eos_ids(fields, generation),
             generation_defaults={
@@ -236,7 +237,8 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     return sum(math.prod(s) for s in expected_tensors(config).values()) * DTYPE_BYTES[dtype]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises :class:`ModelConfigError` naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -273,7 +275,8 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise ModelConfigError("rope_interleaved: true is not supported; supported is false")
 
 
-def _dtype(config: Mapping[str, Any]) -> str | None:
+def read_dtype(config: Mapping[str, Any]) -> str | None:
+    """The type that config.json says the weights have; None if it does not say."""
     value = config.get("dtype") or config.get("torch_dtype")
     if value is None:
         return None

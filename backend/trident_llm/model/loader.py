@@ -23,7 +23,8 @@ import trident_kernels as ops
 from trident_llm.model.config import ModelConfig, ModelConfigError, expected_tensors
 from trident_llm.model.gguf import GgufCheckpoint, GgufFile, find_gguf
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREFIX = "model."
+_EMBEDDING, _HEAD = _PREFIX + "embed_tokens.weight", "lm_head.weight"
 _INDEX_NAME = "model.safetensors.index.json"
 # Buffers that old versions of transformers saved; they are recomputed from the configuration.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -66,7 +67,7 @@ class DecoderWeights:
     embedding: torch.Tensor  # [vocab_size, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    head: ops.LinearWeight  # [vocab_size, hidden]
+    head: ops.LinearWeight | None  # [vocab_size, hidden]; None: it is not wanted
 
 
 def load_weights(
@@ -76,18 +77,23 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     int8: bool = False,
+    has_head: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecoderWeights:
     """Loads the model at ``path``: a Hugging Face folder or a ``.gguf`` file.
 
-    ``int8`` quantizes the linear layers, the head included, but not the embedding.
+    ``int8`` quantizes the linear layers, the head included, but not the embedding. Without
+    ``has_head`` the head is not read, and the checkpoint may be one that was saved without it.
     ``progress`` is told (tensors read, tensors in all). Peak memory is the packed model and the
     tensors of one fused projection. Raises :class:`ModelLoadError`.
     """
     with ExitStack() as files:
-        checkpoint = _open(path, files)
-        names = _check_tensors(checkpoint.shapes, config)
-        return _Assembler(checkpoint, names, config, dtype, device, int8, progress).assemble()
+        checkpoint = open_checkpoint(path, files)
+        if not has_head:
+            checkpoint = _Headless(checkpoint)
+        names = _check_tensors(checkpoint.shapes, config, has_head)
+        reader = WeightReader(checkpoint, len(names), dtype, device, int8, progress)
+        return _Assembler(reader, names, config).assemble(has_head)
 
 
 class SafetensorsCheckpoint:
@@ -119,6 +125,20 @@ class SafetensorsCheckpoint:
         return tensor
 
 
+class _Headless:
+    """A :class:`Checkpoint` less its head; models saved without one have names without a prefix."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._prefix = "" if _EMBEDDING in checkpoint.shapes else _PREFIX
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            self._prefix + name: shape for name, shape in checkpoint.shapes.items() if name != _HEAD
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._checkpoint.read(name.removeprefix(self._prefix))
+
+
 class _GgufTensors:
     """A GGUF file as a :class:`Checkpoint`."""
 
@@ -131,7 +151,8 @@ class _GgufTensors:
         return torch.from_numpy(self._checkpoint.read(name).copy())
 
 
-def _open(path: Path, files: ExitStack) -> Checkpoint:
+def open_checkpoint(path: Path, files: ExitStack) -> Checkpoint:
+    """The checkpoint at ``path``, closed with ``files``. Raises :class:`ModelLoadError`."""
     if (path / "model.safetensors").is_file() or (path / _INDEX_NAME).is_file():
         return SafetensorsCheckpoint(path, files)
     gguf_path = find_gguf(path)
@@ -188,31 +209,44 @@ def _check_shard(shard: str, found: set[str], indexed: set[str]) -> None:
         raise ModelLoadError(f"{shard}: tensor {extra[0]} is in the file but not in {_INDEX_NAME}")
 
 
-def _check_tensors(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> list[str]:
+def _check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, has_head: bool
+) -> list[str]:
     """Compares the checkpoint with the configuration; returns the names to read.
 
     A model with tied embeddings may hold the embedding, the head, or both.
     """
     expected = expected_tensors(config)
-    if config.tie_word_embeddings and _HEAD in shapes:
+    if not has_head:
+        expected.pop(_HEAD, None)
+    elif config.tie_word_embeddings and _HEAD in shapes:
         expected[_HEAD] = expected[_EMBEDDING]
         if _EMBEDDING not in shapes:
             del expected[_EMBEDDING]
-    if missing := [name for name in expected if name not in shapes]:
+    left_over = [n for n in shapes if not n.endswith(_IGNORED_SUFFIX)]
+    check_shapes(expected, {n: shapes[n] for n in left_over}, config.architecture)
+    return list(expected)
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    architecture: str,
+) -> None:
+    """Raises :class:`ModelLoadError` unless a checkpoint holds just the expected tensors."""
+    if missing := [name for name in expected if name not in found]:
         raise ModelLoadError(f"tensor {_some(missing)} missing from the checkpoint")
     for name, shape in expected.items():
-        if shapes[name] != shape:
+        if found[name] != shape:
             raise ModelLoadError(
-                f"tensor {name} has shape {list(shapes[name])}, but the configuration implies "
+                f"tensor {name} has shape {list(found[name])}, but the configuration implies "
                 f"{list(shape)}"
             )
-    left_over = [n for n in shapes if n not in expected and not n.endswith(_IGNORED_SUFFIX)]
-    if left_over:
+    if left_over := sorted(name for name in found if name not in expected):
         raise ModelLoadError(
-            f"tensor {_some(sorted(left_over))} in the checkpoint, but not part of a "
-            f"{config.architecture} with this configuration"
+            f"tensor {_some(left_over)} in the checkpoint, but not part of a "
+            f"{architecture} with this configuration"
         )
-    return list(expected)
 
 
 def _some(names: list[str]) -> str:
@@ -220,28 +254,62 @@ def _some(names: list[str]) -> str:
     return f"{names[0]} {verb}"
 
 
-class _Assembler:
-    """Reads tensors in order and packs them at once."""
+class WeightReader:
+    """Reads a checkpoint's tensors in order and packs them at once.
+
+    Args:
+        num_tensors: tensors that will be read in all.
+        progress: told (tensors read, tensors in all).
+    """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        names: list[str],
-        config: ModelConfig,
+        num_tensors: int,
         dtype: torch.dtype,
         device: torch.device,
-        int8: bool,
-        progress: Callable[[int, int], None] | None,
+        int8: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._checkpoint, self._config = checkpoint, config
-        self._dtype, self._device, self._int8 = dtype, device, int8
-        self._progress, self._read_count, self._names = progress, 0, names
+        self._checkpoint, self._num_tensors = checkpoint, num_tensors
+        self._dtype, self._device, self.int8 = dtype, device, int8
+        self._progress, self._read_count = progress, 0
 
-    def assemble(self) -> DecoderWeights:
+    def linear(self, names: list[str], has_bias: bool) -> ops.LinearWeight:
+        """Several projections of the same input as one."""
+        weight = self.tensor(*(name + ".weight" for name in names))
+        bias = self.tensor(*(name + ".bias" for name in names)) if has_bias else None
+        return ops.pack_linear(weight, bias, int8=self.int8)
+
+    def tensor(self, *names: str) -> torch.Tensor:
+        """The tensors under each other, in the wanted dtype, in memory of our own."""
+        shapes = [self._checkpoint.shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, shape in zip(names, shapes):
+            out[start : start + shape[0]].copy_(self._checkpoint.read(name))
+            start += shape[0]
+            self._read_count += 1
+            if self._progress is not None:
+                self._progress(self._read_count, self._num_tensors)
+        return out
+
+
+class _Assembler:
+    """Reads a decoder's tensors in order."""
+
+    def __init__(self, reader: WeightReader, names: list[str], config: ModelConfig) -> None:
+        self._config, self._names, self._int8 = config, names, reader.int8
+        self._tensor, self._linear = reader.tensor, reader.linear
+
+    def assemble(self, with_head: bool) -> DecoderWeights:
         has_embedding, has_head = _EMBEDDING in self._names, _HEAD in self._names
         embedding = self._tensor(_EMBEDDING if has_embedding else _HEAD)
         layers = tuple(self._layer(index) for index in range(self._config.num_layers))
         final_norm = self._tensor("model.norm.weight")
+        if not with_head:
+            return DecoderWeights(embedding, layers, final_norm, None)
         head = self._tensor(_HEAD) if has_embedding and has_head else embedding
         if self._config.tie_word_embeddings and head is not embedding:
             if torch.equal(head, embedding):
@@ -272,23 +340,3 @@ class _Assembler:
             ),
             down=self._linear([prefix + "mlp.down_proj"], config.mlp_bias),
         )
-
-    def _linear(self, names: list[str], has_bias: bool) -> ops.LinearWeight:
-        """Several projections of the same input as one."""
-        weight = self._tensor(*(name + ".weight" for name in names))
-        bias = self._tensor(*(name + ".bias" for name in names)) if has_bias else None
-        return ops.pack_linear(weight, bias, int8=self._int8)
-
-    def _tensor(self, *names: str) -> torch.Tensor:
-        """The tensors under each other, in the wanted dtype, in memory of our own."""
-        shapes = [self._checkpoint.shapes[name] for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
-        start = 0
-        for name, shape in zip(names, shapes):
-            out[start : start + shape[0]].copy_(self._checkpoint.read(name))
-            start += shape[0]
-            self._read_count += 1
-            if self._progress is not None:
-                self._progress(self._read_count, len(self._names))
-        return out

@@ -1,23 +1,17 @@
-"""The door: threads that parse, render, tokenize and check requests, then hand them to the engine.
+"""The door of a model that generates: requests are parsed, rendered, tokenized, checked, handed over.
 
-Nothing invalid passes, and nothing here runs on the engine's thread. A request leaves this room once:
-into the engine's inbox, or answered through the responder.
+Nothing invalid passes. See :mod:`trident_llm.serving.door`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import queue
 import random
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from trident_llm.core.errors import ErrorCode, RequestError, invalid
+from trident_llm.core.errors import invalid
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import (
     SamplingParams,
@@ -25,7 +19,9 @@ from trident_llm.core.sampling_params import (
     tokenize_bad_words,
     truncate_prompt,
 )
+from trident_llm.engine.engine import Engine
 from trident_llm.engine.loop import EngineLoop
+from trident_llm.serving.door import Door, Tasks
 from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
@@ -33,20 +29,12 @@ from trident_llm.serving.protocol import (
     check_prompt_logprobs,
     parse_request,
 )
-from trident_llm.serving.responder import RequestHandle, Responder, Tensors
+from trident_llm.serving.responder import RequestHandle, Responder
 from trident_llm.text.chat import ChatTemplate
 from trident_llm.text.grammar.compiler import GrammarCompiler
 from trident_llm.text.grammar.spec import GrammarSpec
 from trident_llm.text.messages import ChatTemplateError
 from trident_llm.text.tokenizer import Tokenizer, TokenizerError
-
-logger = logging.getLogger("trident")
-
-NUM_THREADS = 2  # that read requests; another one compiles grammars
-_UNEXPECTED = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
-
-
-_Tasks = queue.SimpleQueue[tuple[RequestHandle, Callable[[], None]] | None]
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,8 @@ class ModelFacts:
     defaults: SamplingParams
 
 
-class Intake:
-    """A queue of raw requests and the threads that work it off.
+class Intake(Door):
+    """The door of a model that generates.
 
     Args:
         stats: the snapshot that the ``stats`` control operation answers with.
@@ -77,72 +65,29 @@ class Intake:
     def __init__(
         self,
         facts: ModelFacts,
-        loop: EngineLoop,
+        loop: EngineLoop[Engine],
         responder: Responder,
         *,
         stats: Callable[[], dict[str, Any]],
         grammars: GrammarCompiler,
         seed: int | None = None,
     ) -> None:
+        super().__init__(facts, responder, stats)
         self._facts = facts
         self._loop = loop
-        self._responder = responder
-        self._stats = stats
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._grammars = grammars
-        self._unread: _Tasks = queue.SimpleQueue()
-        self._uncompiled: _Tasks = queue.SimpleQueue()
-        self._num_waiting = 0
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=args, name=f"trident-intake-{i}", daemon=True)
-            for i, args in enumerate([(self._unread,)] * NUM_THREADS + [(self._uncompiled,)])
-        ]
+        self._uncompiled: Tasks = queue.SimpleQueue()
+        self._compiling = self._thread(self._uncompiled, "grammar")
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        super().start()
+        self._compiling.start()
 
     def stop(self) -> None:
-        """Joins the threads, once what is queued is worked off."""
-        *readers, compiling = self._threads
-        for _ in readers:
-            self._unread.put(None)
-        for thread in readers:
-            thread.join()
+        super().stop()
         self._uncompiled.put(None)  # after the last one that a reader put there
-        compiling.join()
-
-    def put(self, handle: RequestHandle, raw: RawRequest) -> None:
-        self._put(self._unread, handle, lambda: self._take_in(handle, raw))
-
-    def _put(self, tasks: _Tasks, handle: RequestHandle, task: Callable[[], None]) -> None:
-        with self._lock:
-            self._num_waiting += 1
-        tasks.put((handle, task))
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have not been handed on yet."""
-        return self._num_waiting
-
-    def _run(self, tasks: _Tasks) -> None:
-        while True:
-            item = tasks.get()
-            if item is None:
-                return
-            handle, task = item
-            try:
-                if handle.abort_error is not None:  # its client left while it lay here
-                    raise handle.abort_error
-                task()
-            except RequestError as error:
-                self._responder.answer(handle, error)
-            except Exception:
-                logger.exception("a request could not be taken in")
-                self._responder.answer(handle, _UNEXPECTED)
-            with self._lock:
-                self._num_waiting -= 1
+        self._compiling.join()
 
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         parsed = parse_request(raw, self._facts.defaults)
@@ -181,7 +126,9 @@ class Intake:
         grammar = None
         if spec is not None:
             grammar = self._grammars.compile(spec, field=spec.error_field)
-        self._loop.add(request, handle.arrival, grammar)
+        self._loop.add(
+            request.request_id, lambda engine: engine.add(request, handle.arrival, grammar)
+        )
         if handle.abort_error is not None:
             # A cancel may have been seen before the engine knew the request.
             self._loop.abort(handle.request_id, handle.abort_error)
@@ -199,24 +146,8 @@ class Intake:
         else:
             assert parsed.prompt_ids is not None
             ids = parsed.prompt_ids
-            if any(not 0 <= token_id < self._facts.vocab_size for token_id in ids):
-                raise invalid(field, f"must hold ids from 0 to {self._facts.vocab_size - 1}")
-        if not ids:
-            raise invalid(field, "is empty: at least one token is needed")
+        self._check_ids(field, ids)
         return ids
-
-    def _check_length(self, field: str, num_chars: int) -> None:
-        """Refuses before encoding what cannot fit, since encoding megabytes takes seconds."""
-        most = self._facts.max_model_len * self._facts.tokenizer.max_chars_per_token
-        if num_chars > most:
-            raise invalid(field, f"is too long: it must have at most {most} characters")
-
-    def _encode_text(self, text: str) -> list[int]:
-        self._check_length("text_input", len(text))
-        try:
-            return self._facts.tokenizer.encode(text)
-        except TokenizerError as error:
-            raise invalid("text_input", str(error)) from None
 
     def _encode_chat(self, chat: Any) -> list[int]:
         template = self._facts.chat_template
@@ -238,40 +169,3 @@ class Intake:
             )
         except (ChatTemplateError, TokenizerError) as error:
             raise invalid("chat", str(error)) from None
-
-    def _control(self, control: Mapping[str, Any]) -> Tensors:
-        """The answer to a ``control`` input."""
-        operation = control.get("op")
-        if operation == "tokenize":
-            answer = self._tokenize(control)
-        elif operation == "detokenize":
-            answer = self._detokenize(control)
-        elif operation == "stats":
-            answer = self._stats()
-        else:
-            raise invalid("control.op", "must be tokenize, detokenize or stats")
-        text = json.dumps(answer, ensure_ascii=False).encode()
-        return {"control_output": np.array([text], dtype=np.object_)}
-
-    def _tokenize(self, control: Mapping[str, Any]) -> dict[str, Any]:
-        text, special = control.get("text"), control.get("add_special_tokens", True)
-        if not isinstance(text, str):
-            raise invalid("control.text", "must be a string")
-        if not isinstance(special, bool):
-            raise invalid("control.add_special_tokens", "must be true or false")
-        self._check_length("control.text", len(text))
-        try:
-            ids = self._facts.tokenizer.encode(text, add_special_tokens=special)
-        except TokenizerError as error:
-            raise invalid("control.text", str(error)) from None
-        return {"token_ids": ids, "max_model_len": self._facts.max_model_len}
-
-    def _detokenize(self, control: Mapping[str, Any]) -> dict[str, Any]:
-        ids, facts = control.get("token_ids"), self._facts
-        if not isinstance(ids, list) or any(type(item) is not int for item in ids):
-            raise invalid("control.token_ids", "must be a list of token ids")
-        if len(ids) > facts.max_model_len:
-            raise invalid("control.token_ids", f"must hold at most {facts.max_model_len} ids")
-        if any(not 0 <= item < facts.vocab_size for item in ids):
-            raise invalid("control.token_ids", f"must hold ids from 0 to {facts.vocab_size - 1}")
-        return {"text": facts.tokenizer.decode(ids, skip_special_tokens=False)}

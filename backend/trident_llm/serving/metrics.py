@@ -15,10 +15,9 @@ Every request that was accepted is counted once by its outcome: ``vllm:request_s
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import triton_python_backend_utils as pb_utils
 
@@ -26,18 +25,24 @@ from trident_llm.core.errors import ErrorCode
 from trident_llm.core.request import FinishReason
 from trident_llm.core.sampling_params import SamplingParams
 from trident_llm.engine.output import RequestOutput
+from trident_llm.serving.metric_kinds import (
+    TOKEN_BUCKETS,
+    Counter,
+    Families,
+    Gauge,
+    Histogram,
+    TokenHistogram,
+)
 
 logger = logging.getLogger("trident")
 
 PUSH_SECONDS = 0.5
 
+M = TypeVar("M", bound="RequestMetrics")
+
 _TTFT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
     7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-_TOKEN_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
-    2.5,
 )  # fmt: skip
 _REQUEST_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
@@ -52,11 +57,12 @@ class EngineState:
 
     num_running: int
     num_waiting: int
-    num_held_blocks: int
-    num_preemptions: int
-    prefix_queries: int  # tokens
-    prefix_hits: int  # tokens
-    healthy: bool
+    # Of a model that generates; prefix queries and hits are in tokens.
+    num_held_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    healthy: bool = True
     recomputed_tokens: int = 0
 
 
@@ -81,129 +87,6 @@ class RequestProgress:
         return "length" if self._hit_length else "stop"
 
 
-class _Counter:
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._pending = 0.0
-        self._total = 0
-
-    def add(self, amount: float = 1.0) -> None:
-        self._pending += amount
-
-    def advance_to(self, total: int) -> None:
-        """The counter follows a total that somebody else counts."""
-        self._pending += total - self._total
-        self._total = total
-
-    def push(self) -> None:
-        amount, self._pending = self._pending, 0.0
-        if amount:
-            self._metric.increment(amount)
-
-
-class _Gauge:
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._shown: float | None = None
-
-    def show(self, value: float) -> None:
-        if value != self._shown:
-            self._metric.set(value)
-            self._shown = value
-
-
-class _Histogram:
-    """One round trip per value: for values that come once a request."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._pending: list[float] = []
-
-    def observe(self, value: float) -> None:
-        self._pending.append(value)
-
-    def push(self) -> None:
-        pending, self._pending = self._pending, []
-        for value in pending:
-            self._metric.observe(value)
-
-
-class _TokenHistogram:
-    """A histogram for values that come with every token.
-
-    The server takes a histogram's values one by one, which would double the traffic of a token. So the
-    series of a Prometheus histogram (``_bucket`` with ``le``, ``_count``, ``_sum``) are kept as counters,
-    whose push costs the same for one token as for thousands. Queries read them like any histogram.
-    """
-
-    def __init__(self, families: _Families, name: str, description: str) -> None:
-        self._bounds = _TOKEN_BUCKETS
-        bounds = [*(_number(bound) for bound in self._bounds), "+Inf"]
-        buckets = families.family(f"{name}_bucket", f"{description}, values up to le")
-        self._buckets = [_Counter(families.metric(buckets, le=bound)) for bound in bounds]
-        self._count = _Counter(families.counter(f"{name}_count", f"{description}, how many"))
-        self._sum = _Counter(families.counter(f"{name}_sum", f"{description}, summed up"))
-        self._pending = [0] * len(bounds)
-
-    def observe(self, value: float, count: int) -> None:
-        self._pending[bisect_left(self._bounds, value)] += count
-        self._sum.add(value * count)
-
-    def push(self) -> None:
-        if not any(self._pending):
-            return
-        total = 0
-        for counter, pending in zip(self._buckets, self._pending):
-            total += pending
-            counter.add(total)
-        self._pending = [0] * len(self._pending)
-        self._count.add(total)
-        # The widest first, so that a scrape in between never sees a bucket above the next wider one.
-        for counter in (self._sum, self._count, *reversed(self._buckets)):
-            counter.push()
-
-
-def _number(bound: float) -> str:
-    """A bound as Prometheus writes it: 1 and 0.25."""
-    return f"{bound:g}"
-
-
-class _Families:
-    """Makes metrics; a family must outlive its metrics, so all are kept here."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = labels
-        self._families: list[Any] = []
-        self._metrics: list[Any] = []
-
-    def family(self, name: str, description: str, kind: str = "COUNTER") -> Any:
-        kinds = pb_utils.MetricFamily
-        made = kinds(name=name, description=description, kind=getattr(kinds, kind))
-        self._families.append(made)
-        return made
-
-    def metric(self, family: Any, **labels: str) -> Any:
-        made = family.Metric(labels={**self._labels, **labels})
-        self._metrics.append(made)
-        return made
-
-    def counter(self, name: str, description: str) -> Any:
-        return self.metric(self.family(name, description))
-
-    def gauge(self, name: str, description: str) -> _Gauge:
-        return _Gauge(self.metric(self.family(name, description, "GAUGE")))
-
-    def histogram(self, name: str, description: str, buckets: Sequence[float]) -> _Histogram:
-        family = self.family(name, description, "HISTOGRAM")
-        made = family.Metric(labels=dict(self._labels), buckets=list(buckets))
-        self._metrics.append(made)
-        return _Histogram(made)
-
-    def drop(self) -> None:
-        self._metrics.clear()
-        self._families.clear()
-
-
 def token_buckets(max_model_len: int) -> list[float]:
     """1, 2, 5, 10, ... up to the longest request."""
     buckets: list[float] = []
@@ -216,8 +99,8 @@ def token_buckets(max_model_len: int) -> list[float]:
         scale *= 10
 
 
-class Metrics:
-    """All metrics of one model instance.
+class RequestMetrics:
+    """The metrics of a model instance of any kind; enough for one that embeds.
 
     Args:
         labels: ``model``, ``version``, ``model_name`` and ``engine``, the instance's name.
@@ -226,6 +109,135 @@ class Metrics:
     Raises:
         pb_utils.TritonModelException: the server keeps no metrics.
     """
+
+    _FINISH_REASONS: tuple[str, ...] = ("stop",)
+
+    def __init__(
+        self, labels: Mapping[str, str], state: Callable[[], EngineState], *, max_model_len: int
+    ) -> None:
+        self._state = state
+        self._families = families = Families(labels)
+        self._token_bounds = token_buckets(max_model_len)
+        self._next_push = 0.0
+        self._make_counters(families)
+        self._make_gauges(families)
+        self._make_histograms(families)
+        self._show(EngineState(0, 0))
+
+    def _make_counters(self, families: Families) -> None:
+        def counter(name: str, description: str) -> Counter:
+            return Counter(families.counter(name, description))
+
+        self._prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens processed")
+        self._controls = counter(
+            "trident:control_requests_total", "Control operations answered (tokenize, stats, ...)"
+        )
+        success = families.family(
+            "vllm:request_success_total", "Requests that ended with a result, by finished_reason"
+        )
+        self._success = {
+            reason: Counter(families.metric(success, finished_reason=reason))
+            for reason in self._FINISH_REASONS
+        }
+        errors = families.family(
+            "trident:request_errors_total", "Requests that ended with an error, by its code"
+        )
+        self._errors = {
+            code: Counter(families.metric(errors, code=code.value)) for code in ErrorCode
+        }
+
+    def _make_gauges(self, families: Families) -> None:
+        self._running = families.gauge("vllm:num_requests_running", "Sequences being computed")
+        self._waiting = families.gauge("vllm:num_requests_waiting", "Requests waiting for a place")
+        self._healthy = families.gauge("trident:engine_healthy", "1 while the engine computes")
+
+    def _make_histograms(self, families: Families) -> None:
+        times, make = _REQUEST_BUCKETS, families.histogram
+        self._e2e = make("vllm:e2e_request_latency_seconds", "Arrival to last token", times)
+        self._queue = make("vllm:request_queue_time_seconds", "Arrival to first step", times)
+        self._prefill = make(
+            "vllm:request_prefill_time_seconds", "First step to first token", times
+        )
+        self._request_prompt = make(
+            "vllm:request_prompt_tokens", "Tokens of a prompt", self._token_bounds
+        )
+
+    # ---- what happens to requests ---------------------------------------------------------------
+
+    def sent(self, progress: RequestProgress, output: RequestOutput, now: float) -> None:
+        """A response is about to be sent."""
+
+    def finished(
+        self, progress: RequestProgress, output: RequestOutput, params: SamplingParams, now: float
+    ) -> None:
+        """A request ends with a result."""
+        times = output.times
+        if not times.first_token:  # it asked for none
+            self._prompt_tokens.add(output.num_prompt_tokens)
+        self._success[progress.outcome].add()
+        self._e2e.observe(now - times.arrival)
+        self._queue.observe(times.first_scheduled - times.arrival)
+        self._prefill.observe((times.first_token or times.finished) - times.first_scheduled)
+        self._request_prompt.observe(output.num_prompt_tokens)
+
+    def failed(self, code: ErrorCode) -> None:
+        """A request ends with an error."""
+        self._errors[code].add()
+
+    def controlled(self) -> None:
+        """A control operation was answered."""
+        self._controls.add()
+
+    # ---- to the server --------------------------------------------------------------------------
+
+    def push(self, now: float) -> None:
+        """Tells the server what is due; call only while a request is without its final flag."""
+        for histogram in self._request_histograms():
+            histogram.push()
+        if now >= self._next_push:
+            self._next_push = now + PUSH_SECONDS
+            self._push_totals(self._state())
+
+    def push_idle(self) -> None:
+        """Tells the server everything, as it is once the request in flight has its final flag."""
+        for histogram in self._request_histograms():
+            histogram.push()
+        idle = replace(self._state(), num_running=0, num_waiting=0, num_held_blocks=0)
+        self._push_totals(idle)
+
+    def drop(self) -> None:
+        """Lets go of the server's metrics, while it still listens; nothing else may be called then."""
+        families = self._families
+        vars(self).clear()  # a metric must not outlive its family
+        families.drop()
+
+    def _request_histograms(self) -> Iterable[Histogram]:
+        return (self._e2e, self._queue, self._prefill, self._request_prompt)
+
+    def _counters(self) -> Iterable[Counter]:
+        return (
+            self._prompt_tokens, self._controls, *self._success.values(), *self._errors.values(),
+        )  # fmt: skip
+
+    def _push_totals(self, state: EngineState) -> None:
+        self._show(state)
+        for counter in self._counters():
+            counter.push()
+
+    def _show(self, state: EngineState) -> None:
+        self._running.show(state.num_running)
+        self._waiting.show(state.num_waiting)
+        self._healthy.show(float(state.healthy))
+
+
+class Metrics(RequestMetrics):
+    """All metrics of a model instance that generates; see :class:`RequestMetrics`.
+
+    Args:
+        num_blocks: blocks of the KV pool that can be held.
+    """
+
+    _FINISH_REASONS = ("stop", "length")
 
     def __init__(
         self,
@@ -236,19 +248,17 @@ class Metrics:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        self._state = state
         self._num_blocks = num_blocks
-        self._families = families = _Families(labels)
-        self._next_push = 0.0
-        self._make_counters(families)
-        self._make_gauges(families, block_size)
-        self._make_histograms(families, token_buckets(max_model_len))
+        super().__init__(labels, state, max_model_len=max_model_len)
+        self._blocks["max"].show(num_blocks)
+        self._blocks["tokens_per"].show(block_size)
 
-    def _make_counters(self, families: _Families) -> None:
-        def counter(name: str, description: str) -> _Counter:
-            return _Counter(families.counter(name, description))
+    def _make_counters(self, families: Families) -> None:
+        super()._make_counters(families)
 
-        self._prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens processed")
+        def counter(name: str, description: str) -> Counter:
+            return Counter(families.counter(name, description))
+
         self._generation_tokens = counter("vllm:generation_tokens_total", "Tokens generated")
         self._preemptions = counter(
             "vllm:num_preemptions_total", "Sequences put back into the queue for want of KV blocks"
@@ -262,58 +272,32 @@ class Metrics:
         self._prefix_hits = counter(
             "vllm:prefix_cache_hits_total", "Tokens found in the prefix cache"
         )
-        self._controls = counter(
-            "trident:control_requests_total", "Control operations answered (tokenize, stats, ...)"
-        )
-        success = families.family(
-            "vllm:request_success_total", "Requests that ended with a result, by finished_reason"
-        )
-        self._success = {
-            reason: _Counter(families.metric(success, finished_reason=reason))
-            for reason in ("stop", "length")
-        }
-        errors = families.family(
-            "trident:request_errors_total", "Requests that ended with an error, by its code"
-        )
-        self._errors = {
-            code: _Counter(families.metric(errors, code=code.value)) for code in ErrorCode
-        }
 
-    def _make_gauges(self, families: _Families, block_size: int) -> None:
-        self._running = families.gauge("vllm:num_requests_running", "Sequences being computed")
-        self._waiting = families.gauge("vllm:num_requests_waiting", "Requests waiting for a place")
+    def _make_gauges(self, families: Families) -> None:
+        super()._make_gauges(families)
         self._usage = families.gauge(
             "vllm:kv_cache_usage_perc", "Share of the KV blocks that are held; 1 is all"
         )
-        self._healthy = families.gauge("trident:engine_healthy", "1 while the engine computes")
         # Under this name Triton's HTTP front end finds what it tells load balancers (ORCA headers).
         blocks = families.family(
             "nv_trt_llm_kv_cache_block_metrics", "KV cache block metrics", "GAUGE"
         )
         self._blocks = {
-            kind: _Gauge(families.metric(blocks, kv_cache_block_type=kind))
+            kind: Gauge(families.metric(blocks, kv_cache_block_type=kind))
             for kind in ("used", "free", "max", "tokens_per", "fraction")
         }
-        self._blocks["max"].show(self._num_blocks)
-        self._blocks["tokens_per"].show(block_size)
-        self._show(EngineState(0, 0, 0, 0, 0, 0, healthy=True))
 
-    def _make_histograms(self, families: _Families, tokens: Sequence[float]) -> None:
-        times, make = _REQUEST_BUCKETS, families.histogram
+    def _make_histograms(self, families: Families) -> None:
+        super()._make_histograms(families)
+        times, tokens, make = _REQUEST_BUCKETS, self._token_bounds, families.histogram
         self._ttft = make(
             "vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT_BUCKETS
-        )
-        self._e2e = make("vllm:e2e_request_latency_seconds", "Arrival to last token", times)
-        self._queue = make("vllm:request_queue_time_seconds", "Arrival to first step", times)
-        self._prefill = make(
-            "vllm:request_prefill_time_seconds", "First step to first token", times
         )
         self._decode = make("vllm:request_decode_time_seconds", "First to last token", times)
         self._mean_gap = make(
             "vllm:request_time_per_output_token_seconds",
-            "A request's mean time between tokens", _TOKEN_BUCKETS,
+            "A request's mean time between tokens", TOKEN_BUCKETS,
         )  # fmt: skip
-        self._request_prompt = make("vllm:request_prompt_tokens", "Tokens of a prompt", tokens)
         self._request_generation = make(
             "vllm:request_generation_tokens", "Tokens generated for a request", tokens
         )
@@ -323,11 +307,9 @@ class Metrics:
         )
         # The same times under the older and the newer of vLLM's names.
         self._gaps = [
-            _TokenHistogram(families, f"vllm:{name}_seconds", "Time between two tokens")
+            TokenHistogram(families, f"vllm:{name}_seconds", "Time between two tokens")
             for name in ("time_per_output_token", "inter_token_latency")
         ]
-
-    # ---- what happens to requests ---------------------------------------------------------------
 
     def sent(self, progress: RequestProgress, output: RequestOutput, now: float) -> None:
         """``progress`` has taken tokens that are about to be sent.
@@ -355,97 +337,50 @@ class Metrics:
         self, progress: RequestProgress, output: RequestOutput, params: SamplingParams, now: float
     ) -> None:
         """A request ends with a result."""
+        super().finished(progress, output, params, now)
         times = output.times
-        if not times.first_token:  # it asked for none
-            self._prompt_tokens.add(output.num_prompt_tokens)
-        self._success[progress.outcome].add()
-        self._e2e.observe(now - times.arrival)
-        self._queue.observe(times.first_scheduled - times.arrival)
-        computed = times.first_token or times.finished
-        self._prefill.observe(computed - times.first_scheduled)
-        self._decode.observe(times.finished - computed)
+        self._decode.observe(times.finished - (times.first_token or times.finished))
         per_sequence = progress.num_tokens / params.n
         if per_sequence > 1:
             self._mean_gap.observe((times.finished - times.first_token) / (per_sequence - 1))
-        self._request_prompt.observe(output.num_prompt_tokens)
         self._request_generation.observe(progress.num_tokens)
         self._params_n.observe(params.n)
         self._params_max_tokens.observe(params.max_tokens or 0)
 
-    def failed(self, code: ErrorCode) -> None:
-        """A request ends with an error."""
-        self._errors[code].add()
-
-    def controlled(self) -> None:
-        """A control operation was answered."""
-        self._controls.add()
-
-    # ---- to the server --------------------------------------------------------------------------
-
-    def push(self, now: float) -> None:
-        """Tells the server what is due; call only while a request is without its final flag."""
-        for histogram in self._request_histograms():
-            histogram.push()
-        if now >= self._next_push:
-            self._next_push = now + PUSH_SECONDS
-            self._push_totals(self._state())
-
-    def push_idle(self) -> None:
-        """Tells the server everything, as it is once the request in flight has its final flag."""
-        for histogram in self._request_histograms():
-            histogram.push()
-        self._push_totals(replace(self._state(), num_running=0, num_waiting=0, num_held_blocks=0))
-
-    def drop(self) -> None:
-        """Lets go of the server's metrics, while it still listens; nothing else may be called then."""
-        families = self._families
-        vars(self).clear()  # a metric must not outlive its family
-        families.drop()
-
-    def _request_histograms(self) -> Iterable[_Histogram]:
+    def _request_histograms(self) -> Iterable[Histogram]:
         return (
-            self._ttft, self._e2e, self._queue, self._prefill, self._decode, self._mean_gap,
-            self._request_prompt, self._request_generation, self._params_n, self._params_max_tokens,
+            *super()._request_histograms(), self._ttft, self._decode, self._mean_gap,
+            self._request_generation, self._params_n, self._params_max_tokens,
+        )  # fmt: skip
+
+    def _counters(self) -> Iterable[Counter]:
+        return (
+            *super()._counters(), self._generation_tokens, self._preemptions, self._recomputed,
+            self._prefix_queries, self._prefix_hits,
         )  # fmt: skip
 
     def _push_totals(self, state: EngineState) -> None:
-        self._show(state)
         self._preemptions.advance_to(state.num_preemptions)
         self._recomputed.advance_to(state.recomputed_tokens)
         self._prefix_queries.advance_to(state.prefix_queries)
         self._prefix_hits.advance_to(state.prefix_hits)
-        for counter in (
-            self._prompt_tokens, self._generation_tokens, self._preemptions, self._recomputed,
-            self._prefix_queries, self._prefix_hits, self._controls, *self._success.values(), *self._errors.values(),
-        ):  # fmt: skip
-            counter.push()
+        super()._push_totals(state)
         for histogram in self._gaps:
             histogram.push()
 
     def _show(self, state: EngineState) -> None:
+        super()._show(state)
         usage = state.num_held_blocks / self._num_blocks
-        self._running.show(state.num_running)
-        self._waiting.show(state.num_waiting)
         self._usage.show(usage)
-        self._healthy.show(float(state.healthy))
         self._blocks["used"].show(state.num_held_blocks)
         self._blocks["free"].show(self._num_blocks - state.num_held_blocks)
         self._blocks["fraction"].show(usage)
 
 
-def create_metrics(
-    labels: Mapping[str, str],
-    state: Callable[[], EngineState],
-    *,
-    max_model_len: int,
-    num_blocks: int,
-    block_size: int,
-) -> Metrics | None:
-    """The metrics of an instance; None on a server that keeps none."""
+def create_metrics(make: Callable[[], M]) -> M | None:
+    """The metrics of an instance, as ``make`` makes them; None on a server that keeps none."""
     try:
-        return Metrics(
-            labels, state, max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size
-        )
+        return make()
     except pb_utils.TritonModelException as error:
         if "metrics not supported" not in str(error):
             logger.warning("there will be no metrics: %s", error)

@@ -1,200 +1,47 @@
-"""The Triton side of the engine: what a ``model.py`` in a model repository names.
+"""A model that generates text: what a ``model.py`` in a model repository names.
 
-``execute()`` copies inputs and returns at once; all else happens on threads of our own: intake,
-engine, output. Importing this module loads neither torch nor transformers.
+See :mod:`trident_llm.serving.served` for what it shares with models of other kinds. Importing this
+module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import logging
-import sys
-import threading
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
-from trident_llm.core.errors import ConfigError, ErrorCode, RequestError
+from trident_llm.core.config import EngineConfig
+from trident_llm.core.errors import ConfigError
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import SamplingParams, defaults_from_generation_config
 from trident_llm.engine.engine import Engine
-from trident_llm.engine.loop import LEAVING, EngineLoop
-from trident_llm.engine.output import RequestOutput
-from trident_llm.serving.admission import Admission
 from trident_llm.serving.intake import Intake, ModelFacts
-from trident_llm.serving.metrics import EngineState, Metrics, create_metrics
-from trident_llm.serving.progress import Progress
-from trident_llm.serving.protocol import INPUTS, OUTPUTS, RawRequest, request_timeout
-from trident_llm.serving.request_log import Caller
-from trident_llm.serving.responder import RequestHandle, Responder
-from trident_llm.serving.settings import (
-    choose_device,
-    load_texts,
-    read_settings,
-    reports_metrics,
-)
-from trident_llm.serving.watch import ServerWatch, parent_endpoint
-from trident_llm.serving.watchdog import Watchdog
+from trident_llm.serving.metrics import EngineState, Metrics
+from trident_llm.serving.protocol import INPUTS, OUTPUTS
+from trident_llm.serving.served import ServedModel
+from trident_llm.serving.settings import load_texts, read_settings
 from trident_llm.text.grammar.backend import Vocabulary
 from trident_llm.text.grammar.compiler import GrammarCompiler
-from trident_llm.text.messages import ChatTemplateError
-from trident_llm.text.tokenizer import Tokenizer, TokenizerError
-
-logger = logging.getLogger("trident")
-
-# Threads hand the interpreter over sooner than by default (5 ms), so that sends are not held up.
-SWITCH_INTERVAL_SECONDS = 0.0005
-# How long the engine's thread, if it hangs, may hold up the end of the process.
-STUCK_JOIN_SECONDS = 2.0
-_STUCK = RequestError(
-    ErrorCode.UNAVAILABLE, "engine", "makes no progress; restart the server if that stays so"
-)
-_GIVEN_UP = RequestError(
-    ErrorCode.INTERNAL, "engine", "made no progress for too long; send the request again"
-)
-_BROKEN = RequestError(
-    ErrorCode.UNAVAILABLE, "server", "could not end an earlier request; restart the server"
-)
-_UNREADABLE = RequestError(ErrorCode.INTERNAL, "request", "could not be read; this is our fault")
 
 
-class TritonPythonModel:
-    """Called by the Python backend; one object per model instance, in a process of its own.
+class TritonPythonModel(ServedModel[Engine]):
+    """Called by the Python backend."""
 
-    ``instance_group { count: 2 }`` therefore means two engines, each with its own weights, KV pool,
-    prefix cache and queue; Triton hands each request to one of them. On several GPUs that is a replica
-    per GPU: ``instance_group { count: 1 kind: KIND_GPU gpus: [0, 1] }``, where each instance sees the
-    one device that Triton names. Instances that share a device must be told to share its memory
-    (``gpu_memory_utilization``, ``kv_cache_memory_bytes``) and cores (``num_threads``). Metrics carry
-    the instance's name in the label ``engine``; control operations are answered by one instance for
-    itself.
-    """
+    inputs = INPUTS
+    outputs = OUTPUTS
 
-    @staticmethod
-    def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Fills in the contract, for a config.pbtxt that leaves tensors out."""
-        for name, spec in INPUTS.items():
-            auto_complete_model_config.add_input(
-                {"name": name, "data_type": spec.data_type, "dims": spec.dims, "optional": True}
-            )
-        for name, spec in OUTPUTS.items():
-            auto_complete_model_config.add_output(
-                {"name": name, "data_type": spec.data_type, "dims": spec.dims}
-            )
-        auto_complete_model_config.set_max_batch_size(0)
-        auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
-        return auto_complete_model_config
+    _config: EngineConfig
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Loads the model and returns once it has answered a warm-up request.
-
-        Raises:
-            TritonModelException: with one sentence that says what to change.
-        """
-        _configure_logging()
-        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-        self._progress = Progress()
-        try:
-            choose_device(args)
-            self._load(args)
-        except (ConfigError, TokenizerError, ChatTemplateError) as error:
-            self._progress.error(str(error))
-            raise pb_utils.TritonModelException(str(error)) from None
-        except MemoryError:
-            text = "the machine has too little memory for the model and its KV pool"
-            self._progress.error(text)
-            raise pb_utils.TritonModelException(text) from None
-        except Exception as error:
-            self._progress.error(f"loading failed: {type(error).__name__}: {error}")
-            raise
-
-    def _load(self, args: dict[str, str]) -> None:
-        model_config = json.loads(args["model_config"])
-        if not pb_utils.using_decoupled_model_transaction_policy(model_config):
-            raise ConfigError(
-                "config.pbtxt must hold model_transaction_policy { decoupled: true }: the model "
-                "sends one response per step"
-            )
-        version_folder = Path(args["model_repository"]) / args["model_version"]
+    def _read_settings(self, version_folder: Path) -> list[str]:
         self._config, warnings = read_settings(version_folder, self._progress)
-        for warning in warnings:
-            self._progress.warn(warning)
         self._progress.begin("tokenizer")
-        tokenizer, chat_template = load_texts(self._config)
-        self._loop = EngineLoop(
-            lambda: self._load_engine(tokenizer), self._take_outputs, self._engine_died
-        )
-        self._loop.start()
-        self._loop.wait_ready()
-        self._leaving = threading.Event()
-        self._drain = threading.Thread(target=self._drain_requests, name="trident-drain")
-        self._metrics = self._create_metrics(args) if reports_metrics(model_config) else None
-        self._watch = ServerWatch(args["model_name"], args["model_version"], parent_endpoint())
-        self._responder = Responder(
-            self._loop.abort,
-            self._watch,
-            self._drain.start,
-            self._metrics,
-            lambda: self._tell_of_fault("the end of a request could not be told to the server"),
-            log_requests=self._config.log_requests,
-        )
-        self._watchdog = Watchdog(self._loop, self._config.watchdog_seconds, self._engine_stuck)
-        limits = self._engine.config
-        self._admission = Admission(
-            self._config.admission, limits.max_waiting, self._num_without_place, self._leaving
-        )
-        facts = ModelFacts(
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_logprobs=self._config.max_logprobs,
-            block_size=limits.block_size,
-            num_blocks=limits.num_blocks,
-            vocab_size=self._vocab_size,
-            defaults=self._defaults,
-        )
-        self._grammars = GrammarCompiler(
-            Vocabulary.from_tokenizer(
-                tokenizer, vocab_size=self._vocab_size, stop_ids=sorted(limits.eos_token_ids)
-            )
-        )
-        self._intake = Intake(
-            facts,
-            self._loop,
-            self._responder,
-            stats=self._stats,
-            grammars=self._grammars,
-            seed=self._config.seed,
-        )
-        self._ids = itertools.count()
-        self._intake.start()
-        self._responder.start()
-        self._watch.start()
-        self._watchdog.start()
-        self._progress.end()
+        self._tokenizer, self._chat_template = load_texts(self._config)
+        return warnings
 
-    def _create_metrics(self, args: dict[str, str]) -> Metrics | None:
-        limits = self._engine.config
-        return create_metrics(
-            {
-                "model": args["model_name"],
-                "version": args["model_version"],
-                "model_name": args["model_name"],
-                "engine": args["model_instance_name"],
-            },
-            self._state,
-            max_model_len=limits.max_model_len,
-            num_blocks=limits.num_blocks - 1,
-            block_size=limits.block_size,
-        )
-
-    def _load_engine(self, tokenizer: Tokenizer) -> Engine:
-        """Runs on the engine's thread: imports torch, loads, warms up."""
+    def _load_engine(self) -> Engine:
+        tokenizer = self._tokenizer
         self._progress.begin("torch")
         from trident_llm.model.executor import Executor
 
@@ -221,108 +68,66 @@ class TritonPythonModel:
         _warm_up(engine)
         return engine
 
-    def execute(self, requests: list[Any]) -> None:
-        """Takes requests in; their responses come from the output thread."""
-        for request in requests:
-            handle = RequestHandle(str(next(self._ids)), request.get_response_sender())
-            self._responder.register(handle)
-            try:
-                handle.caller = Caller.of(request)
-                self._take_in(handle, request)
-            except RequestError as error:
-                self._responder.answer(handle, error)
-            except Exception:
-                logger.exception("a request could not be read")
-                self._responder.answer(handle, _UNREADABLE)
-
-    def _take_in(self, handle: RequestHandle, request: Any) -> None:
-        if self._watchdog.stuck or self._responder.broken:
-            raise _STUCK if self._watchdog.stuck else _BROKEN
-        raw = _copy_inputs(request)
-        timeout = request_timeout(raw)
-        if timeout is not None:
-            handle.deadline = handle.arrival + timeout
-        error = self._admission.refusal(handle, control="control" in raw.tensors)
-        if error is not None:
-            raise error
-        self._intake.put(handle, raw)
-
-    def _take_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Runs on the engine's thread, after each step that brought something."""
-        self._responder.push(outputs)
-        self._admission.stepped()
-
-    def _engine_died(self) -> None:
-        """Runs on the engine's thread."""
-        self._tell_of_fault("the engine has failed and computes nothing")
-
-    def _engine_stuck(self) -> None:
-        """Runs on the watchdog's thread."""
-        self._responder.end_all(_GIVEN_UP)
-        self._tell_of_fault(
-            f"the engine has made no progress for {self._config.watchdog_seconds:g} s"
+    def _make_door(self) -> Intake:
+        limits = self._engine.config
+        facts = ModelFacts(
+            tokenizer=self._tokenizer,
+            chat_template=self._chat_template,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_logprobs=self._config.max_logprobs,
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            vocab_size=self._vocab_size,
+            defaults=self._defaults,
+        )
+        self._grammars = GrammarCompiler(
+            Vocabulary.from_tokenizer(
+                self._tokenizer,
+                vocab_size=self._vocab_size,
+                stop_ids=sorted(limits.eos_token_ids),
+            )
+        )
+        return Intake(
+            facts,
+            self._loop,
+            self._responder,
+            stats=self._stats,
+            grammars=self._grammars,
+            seed=self._config.seed,
         )
 
-    def _tell_of_fault(self, text: str) -> None:
-        """Tells whoever started the server that it must be restarted."""
-
-        def tell() -> None:
-            # A restart ends the server at once; before it those who wait get their errors.
-            self._responder.wait_idle(5.0)
-            self._progress.fault(text)
-
-        threading.Thread(target=tell, name="trident-fault", daemon=True).start()
-
-    def _num_without_place(self) -> int:
-        """Requests that wait, less those that the batch has places for; read without a lock."""
-        free = self._engine.config.max_num_seqs - len(self._engine.scheduler.running)
-        return max(0, self._num_waiting() - max(0, free))
-
-    def _num_waiting(self) -> int:
-        return (
-            self._intake.num_waiting + self._loop.num_queued + len(self._engine.scheduler.waiting)
+    def _make_metrics(self, labels: Mapping[str, str]) -> Metrics:
+        limits = self._engine.config
+        return Metrics(
+            labels,
+            self._state,
+            max_model_len=limits.max_model_len,
+            num_blocks=limits.num_blocks - 1,
+            block_size=limits.block_size,
         )
-
-    def _drain_requests(self) -> None:
-        """The server leaves: stops admission, lets requests finish for a while, ends the rest."""
-        self._leaving.set()
-        if not self._responder.wait_idle(self._config.drain_seconds):
-            self._grammars.close()
-            try:
-                self._loop.call(lambda engine: engine.abort_all(LEAVING), timeout=2.0)
-            except RequestError:  # the engine hangs
-                self._responder.end_all(LEAVING)
-            self._responder.wait_idle(5.0)
-
-    def finalize(self) -> None:
-        """Called after the last final flag: joins the threads."""
-        self._leaving.set()
-        self._watch.stop()
-        if self._drain.ident is not None:
-            self._drain.join()
-        self._grammars.close()
-        self._intake.stop()
-        self._loop.stop(STUCK_JOIN_SECONDS if self._watchdog.stuck else None)
-        self._watchdog.stop()
-        self._responder.stop()
-        if self._metrics is not None:
-            self._metrics.drop()
-
-    def is_ready(self) -> bool:
-        """Whether the engine computes; asked by servers that know this hook."""
-        return self._healthy and not self._leaving.is_set()
 
     @property
-    def _healthy(self) -> bool:
-        return not (self._loop.dead or self._responder.broken or self._watchdog.stuck)
+    def _max_waiting(self) -> int:
+        return self._engine.config.max_waiting
+
+    @property
+    def _num_free_places(self) -> int:
+        return self._engine.config.max_num_seqs - len(self._engine.scheduler.running)
+
+    @property
+    def _num_waiting_in_engine(self) -> int:
+        return len(self._engine.scheduler.waiting)
+
+    def _stop_helpers(self) -> None:
+        self._grammars.close()
 
     def _state(self) -> EngineState:
-        """Read from another thread than the engine's: each number is right, if not all at once."""
         scheduler = self._engine.scheduler
         stats = scheduler.stats
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=self._num_waiting() + self._admission.num_blocked,
+            num_waiting=self._count_waiting() + self._admission.num_blocked,
             num_held_blocks=scheduler.pool.num_held,
             num_preemptions=stats.num_preemptions,
             prefix_queries=stats.prefix_queries,
@@ -331,39 +136,21 @@ class TritonPythonModel:
             recomputed_tokens=stats.recomputed_tokens,
         )
 
-    def _stats(self) -> dict[str, Any]:
-        def snapshot(engine: Engine) -> dict[str, Any]:
-            scheduler, pool = engine.scheduler, engine.scheduler.pool
-            return {
-                "num_requests": engine.num_requests,
-                "num_running_seqs": len(scheduler.running),
-                "num_waiting_seqs": len(scheduler.waiting),
-                "num_blocks": len(pool.blocks) - 1,
-                "num_held_blocks": pool.num_held,
-                "num_free_blocks": pool.num_free,
-                "num_cached_blocks": pool.num_cached,
-                "block_size": pool.block_size,
-                "max_model_len": scheduler.config.max_model_len,
-                "max_num_seqs": scheduler.config.max_num_seqs,
-                **vars(scheduler.stats),
-                "integrity_failures": self._loop.integrity_failures,
-            }
-
-        stats: dict[str, Any] = self._loop.call(snapshot)
-        # Requests so far, and those without their final flag; this one is among both.
+    def _snapshot(self, engine: Engine) -> dict[str, Any]:
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
         return {
-            **stats,
-            "num_accepted_requests": self._responder.num_accepted,
-            "num_open_requests": self._responder.num_active,
+            "num_requests": engine.num_requests,
+            "num_running_seqs": len(scheduler.running),
+            "num_waiting_seqs": len(scheduler.waiting),
+            "num_blocks": len(pool.blocks) - 1,
+            "num_held_blocks": pool.num_held,
+            "num_free_blocks": pool.num_free,
+            "num_cached_blocks": pool.num_cached,
+            "block_size": pool.block_size,
+            "max_model_len": scheduler.config.max_model_len,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            **vars(scheduler.stats),
         }
-
-
-def _configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("trident %(levelname)s: %(message)s"))
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 def _describe_defaults(defaults: SamplingParams) -> str:
@@ -374,14 +161,6 @@ def _describe_defaults(defaults: SamplingParams) -> str:
         for entry in fields(defaults)
         if getattr(defaults, entry.name) != getattr(neutral, entry.name)
     )
-
-
-def _copy_inputs(request: Any) -> RawRequest:
-    """Copies what the request holds: a request that is kept would pin shared memory."""
-    tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
-    parameters = request.parameters()
-    parameters = "" if parameters in ("", "{}", "null") else parameters
-    return RawRequest(tensors, parameters, request.timeout())
 
 
 def _warm_up(engine: Engine) -> None:

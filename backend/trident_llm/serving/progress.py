@@ -18,9 +18,14 @@ ENVIRONMENT_VARIABLE = "TRIDENT_PROGRESS"
 
 
 class Progress:
-    """Phases of loading, one after another; used by one thread at a time."""
+    """Phases of loading, one after another; used by one thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        model: the name under which events tell of it, since several may load at once.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        self._model = model
         self._path = os.environ.get(ENVIRONMENT_VARIABLE)
         self._phase: str | None = None
         self._began = 0.0
@@ -66,6 +71,8 @@ class Progress:
         self._write({"event": "error", "text": text})
 
     def _write(self, event: dict[str, Any]) -> None:
+        if self._model:
+            event = {"event": event["event"], "model": self._model, **event}
         if self._path:
             # Where the disk is full nobody hears of it, but the model goes on.
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:

@@ -130,12 +130,14 @@ def _scalar(raw: RawRequest, name: str) -> Any:
     return array.reshape(-1)[0]
 
 
-def _flag(raw: RawRequest, name: str) -> bool | None:
+def read_flag(raw: RawRequest, name: str) -> bool | None:
+    """A flag, or None if it was not sent."""
     value = _scalar(raw, name)
     return None if value is None else bool(value)
 
 
-def _text(raw: RawRequest, name: str) -> str | None:
+def read_text(raw: RawRequest, name: str) -> str | None:
+    """A text, or None if it was not sent."""
     value = _scalar(raw, name)
     if value is None:
         return None
@@ -176,7 +178,8 @@ def parse_json(name: str, text: str) -> Any:
     return value
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object in an input. Raises :class:`RequestError`, as :func:`parse_json`."""
     value = parse_json(name, text)
     if not isinstance(value, dict):
         raise invalid(name, "must be a JSON object")
@@ -187,13 +190,13 @@ def _sampling_params(
     raw: RawRequest, defaults: SamplingParams
 ) -> tuple[SamplingParams, GrammarSpec | None]:
     """From the ``sampling_parameters`` input; only without it from the request parameters."""
-    text = _text(raw, "sampling_parameters")
+    text = read_text(raw, "sampling_parameters")
     in_tensor = text is not None and bool(text.strip())
     if in_tensor:
         assert text is not None
-        values = _json_object("sampling_parameters", text)
+        values = json_object("sampling_parameters", text)
     else:
-        values = _json_object("parameters", raw.parameters) if raw.parameters else {}
+        values = json_object("parameters", raw.parameters) if raw.parameters else {}
     params = parse_sampling_params(values, defaults=defaults, ignore_unknown=not in_tensor)
     grammar = parse_grammar(values)
     if grammar is not None and params.use_beam_search:
@@ -211,7 +214,7 @@ def request_timeout(raw: RawRequest) -> float | None:
     """
     timeout: Any = raw.timeout_us
     if not timeout and '"timeout"' in raw.parameters:
-        timeout = _json_object("parameters", raw.parameters).get("timeout")
+        timeout = json_object("parameters", raw.parameters).get("timeout")
         if isinstance(timeout, str) and timeout.isdecimal():
             timeout = int(timeout[:20])
         if type(timeout) is not int or timeout < 0:
@@ -219,7 +222,8 @@ def request_timeout(raw: RawRequest) -> float | None:
     return timeout / 1e6 if timeout else None
 
 
-def _prompt_ids(raw: RawRequest) -> list[int] | None:
+def read_input_ids(raw: RawRequest) -> list[int] | None:
+    """The token ids in ``input_ids``, or None if they were not sent."""
     array = raw.tensors.get("input_ids")
     if array is None:
         return None
@@ -229,7 +233,7 @@ def _prompt_ids(raw: RawRequest) -> list[int] | None:
 
 
 def _chat(raw: RawRequest) -> dict[str, Any] | None:
-    text = _text(raw, "chat")
+    text = read_text(raw, "chat")
     if text is None:
         return None
     value = parse_json("chat", text)
@@ -256,9 +260,10 @@ def _chat(raw: RawRequest) -> dict[str, Any] | None:
     return chat
 
 
-def _control(raw: RawRequest) -> dict[str, Any] | None:
-    text = _text(raw, "control")
-    return None if text is None else _json_object("control", text)
+def read_control(raw: RawRequest) -> dict[str, Any] | None:
+    """The operation in ``control``, or None if none was sent."""
+    text = read_text(raw, "control")
+    return None if text is None else json_object("control", text)
 
 
 def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
@@ -267,11 +272,13 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
     Raises:
         RequestError: INVALID_ARG naming the input at fault.
     """
-    for name in ("image", "embedding_request"):
+    for name, needed in (("image", "takes images"), ("embedding_request", "embeds")):
         if name in raw.tensors and raw.tensors[name].size:
-            raise invalid(name, "is not supported: this model takes text and generates text")
-    text, ids, chat = _text(raw, "text_input"), _prompt_ids(raw), _chat(raw)
-    control = _control(raw)
+            raise invalid(
+                name, f"is not supported: this model generates text; send it to one that {needed}"
+            )
+    text, ids, chat = read_text(raw, "text_input"), read_input_ids(raw), _chat(raw)
+    control = read_control(raw)
     given = [value for value in (text, ids, chat, control) if value is not None]
     if chat is not None and text == "":
         text = None  # clients that must send text_input send it empty beside a chat
@@ -280,14 +287,14 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
         raise invalid(
             "text_input", "exactly one of text_input, input_ids, chat and control must be given"
         )
-    stream = bool(_flag(raw, "stream"))
-    exclude = _flag(raw, "exclude_input_in_output")
+    stream = bool(read_flag(raw, "stream"))
+    exclude = read_flag(raw, "exclude_input_in_output")
     if stream and exclude is False:
         raise invalid(
             "exclude_input_in_output",
             "When streaming, `exclude_input_in_output` = False is not allowed.",
         )
-    salt = _text(raw, "cache_salt") or ""
+    salt = read_text(raw, "cache_salt") or ""
     if len(salt) > MAX_SALT_CHARS:
         raise invalid("cache_salt", f"must have at most {MAX_SALT_CHARS} characters")
     params, grammar = SamplingParams(), None
@@ -296,7 +303,7 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
     returns = frozenset(
         name.removeprefix("return_")
         for name in INPUTS
-        if name.startswith("return_") and _flag(raw, name)
+        if name.startswith("return_") and read_flag(raw, name)
     )
     shows_logprobs = params.logprobs is not None
     if "cumulative_logprob" in returns and not shows_logprobs:
@@ -316,7 +323,8 @@ def parse_request(raw: RawRequest, defaults: SamplingParams) -> ParsedRequest:
     )
 
 
-def _strings(values: list[str]) -> Array:
+def strings(values: list[str]) -> Array:
+    """Texts as an output of type STRING."""
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
@@ -367,16 +375,16 @@ class ResponseBuilder:
                 self._finish[delta.index] = delta.finish_reason.value
                 self._stop[delta.index] = str(delta.stop_reason)
         prompt = self.prompt_text or ""
-        tensors = {"text_output": _strings([prompt + delta.text for delta in deltas])}
+        tensors = {"text_output": strings([prompt + delta.text for delta in deltas])}
         if "finish_reason" in returns:
-            tensors["finish_reason"] = _strings(self._finish)
+            tensors["finish_reason"] = strings(self._finish)
         if "stop_reason" in returns:
-            tensors["stop_reason"] = _strings(self._stop)
+            tensors["stop_reason"] = strings(self._stop)
         if "cumulative_logprob" in returns:
             tensors["cumulative_logprob"] = np.array(self._cumulative, np.float32)
         if "logprobs" in returns:
             limit = parsed.params.logprobs or 0
-            tensors["logprobs"] = _strings(
+            tensors["logprobs"] = strings(
                 [
                     _logprobs_json((token[: limit + 1] for token in delta.logprobs), self._piece)
                     if parsed.shows_logprobs
@@ -388,7 +396,7 @@ class ResponseBuilder:
             self._prompt_told = True
             scores = output.prompt_logprobs
             text = "null" if scores is None else _logprobs_json(scores, self._piece)
-            tensors["prompt_logprobs"] = _strings([text])
+            tensors["prompt_logprobs"] = strings([text])
         if "num_input_tokens" in returns:
             tensors["num_input_tokens"] = np.array([output.num_prompt_tokens], np.uint32)
         if "num_output_tokens" in returns:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,11 @@ import triton_python_backend_utils as pb_utils
 
 from trident_llm.core.errors import ErrorCode, RequestError
 from trident_llm.core.sampling_params import SamplingParams
-from trident_llm.engine.engine import CANCELLED
+from trident_llm.engine.faults import CANCELLED
 from trident_llm.engine.output import RequestOutput
-from trident_llm.serving.metrics import Metrics, RequestProgress
+from trident_llm.serving.metrics import RequestMetrics, RequestProgress
 from trident_llm.serving.protocol import (
     MAX_RESPONSE_BYTES,
-    ResponseBuilder,
     error_text,
     output_bytes,
 )
@@ -53,6 +52,12 @@ TIMED_OUT = RequestError(
 _NOT_BUILT = RequestError(ErrorCode.INTERNAL, "response", "could not be built")
 
 
+class Builder(Protocol):
+    """Makes the responses of one request."""
+
+    def tensors(self, output: RequestOutput) -> Tensors: ...
+
+
 @dataclass(eq=False)
 class RequestHandle:
     """A request that Triton waits on. The sender is dropped with the final flag."""
@@ -61,7 +66,7 @@ class RequestHandle:
     sender: Any
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None  # time.monotonic() seconds
-    builder: ResponseBuilder | None = None  # set, with the next two, once the request is parsed
+    builder: Builder | None = None  # set, with the next two, once the request is parsed
     params: SamplingParams = field(default_factory=SamplingParams)
     stream: bool = False
     abort_error: RequestError | None = None  # why the request is to end, once that is known
@@ -96,7 +101,7 @@ class Responder:
         abort: Callable[[str, RequestError], None],
         watch: ServerWatch,
         leave: Callable[[], None],
-        metrics: Metrics | None = None,
+        metrics: RequestMetrics | None = None,
         on_broken: Callable[[], None] = lambda: None,
         log_requests: bool = True,
     ) -> None:
@@ -321,9 +326,9 @@ class Responder:
     def _tell_if_last(self) -> None:
         """Before the last final flag: what the server is not told now it cannot be told after."""
         if len(self._active) == 1:
-            self._tell(Metrics.push_idle)
+            self._tell(lambda metrics: metrics.push_idle())
 
-    def _tell(self, push: Callable[[Metrics], None]) -> None:
+    def _tell(self, push: Callable[[RequestMetrics], None]) -> None:
         if self._metrics is None:
             return
         try:

@@ -10,12 +10,18 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trident_llm.core.config import DEFAULT_MODEL, EngineConfig, parse_engine_config
+from trident_llm.core.config import (
+    DEFAULT_EMBEDDING_MODEL,
+    DEFAULT_MODEL,
+    EngineConfig,
+    parse_engine_config,
+)
+from trident_llm.core.embedding import EmbeddingConfig, parse_embedding_config
 from trident_llm.core.errors import ConfigError
 from trident_llm.serving.progress import Progress
 from trident_llm.text.chat import ChatTemplate
@@ -24,11 +30,30 @@ from trident_llm.text.tokenizer import Tokenizer
 logger = logging.getLogger("trident")
 
 
+Settings = TypeVar("Settings", EngineConfig, EmbeddingConfig)
+
+
 def read_settings(version_folder: Path, progress: Progress) -> tuple[EngineConfig, list[str]]:
     """The engine's settings from ``model.json`` in the version folder, and warnings.
 
     The default model, which the shipped file names, is fetched where it is not there yet.
     """
+    return _read_settings(version_folder, progress, parse_engine_config, DEFAULT_MODEL)
+
+
+def read_embedding_settings(
+    version_folder: Path, progress: Progress
+) -> tuple[EmbeddingConfig, list[str]]:
+    """As :func:`read_settings`, for a model that embeds."""
+    return _read_settings(version_folder, progress, parse_embedding_config, DEFAULT_EMBEDDING_MODEL)
+
+
+def _read_settings(
+    version_folder: Path,
+    progress: Progress,
+    parse: Callable[[Mapping[str, Any]], tuple[Settings, list[str]]],
+    default: str,
+) -> tuple[Settings, list[str]]:
     file = version_folder / "model.json"
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -42,31 +67,32 @@ def read_settings(version_folder: Path, progress: Progress) -> tuple[EngineConfi
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
         raise ConfigError(f'{file} must be a JSON object with "model": a model folder')
     model = version_folder / settings["model"]  # an absolute path stays as it is
-    config, warnings = parse_engine_config({**settings, "model": str(model)})
-    if settings["model"] == DEFAULT_MODEL and not model.exists():
-        return replace(config, model=str(_default_model(file, progress))), warnings
+    config, warnings = parse({**settings, "model": str(model)})
+    if settings["model"] == default and not model.exists():
+        return replace(config, model=str(_default_model(default, file, progress))), warnings
     if not settings["model"] or not model.exists():
         raise ConfigError(
             f"model: {model} does not exist; give the folder of a Hugging Face model or a .gguf "
-            f"file on this machine, since only {DEFAULT_MODEL} is downloaded"
+            f"file on this machine, since only {default} is downloaded"
         )
     return config, warnings
 
 
-def _default_model(file: Path, progress: Progress) -> Path:
-    """The folder of the default model that ``file`` names."""
-    from trident_llm.model.default_model import default_home, fetch_default_model
+def _default_model(name: str, file: Path, progress: Progress) -> Path:
+    """The folder of the default model ``name``, which ``file`` names."""
+    from trident_llm.model.default_model import DEFAULT_MODELS, default_home, fetch_model
 
     def count(what: str, done: int, total: int) -> None:
         if what == "download" and done == 0:
-            logger.info("fetching the default model, SmolLM2-135M-Instruct (98 MB); done once")
+            title = DEFAULT_MODELS[name].title
+            logger.info("fetching the default model, %s; done once", title)
         else:
             progress.count(done, total)
 
     home = default_home()
     progress.begin("model")
     try:
-        return fetch_default_model(home, count)
+        return fetch_model(name, home, count)
     except (ConfigError, OSError) as error:
         raise ConfigError(
             f'{error}: set "model" in {file} to the folder of a model, or fetch the default one into '
@@ -80,7 +106,7 @@ def reports_metrics(model_config: Mapping[str, Any]) -> bool:
     return str(parameter.get("string_value", "true")).strip().lower() != "false"
 
 
-def load_texts(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
+def load_texts(config: EngineConfig | EmbeddingConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer and the chat template, which a GGUF file without a folder holds itself."""
     if config.tokenizer is not None:
         return _texts_of_folder(Path(config.tokenizer))

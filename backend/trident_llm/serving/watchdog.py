@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from trident_llm.engine.loop import EngineLoop
 
@@ -27,7 +28,7 @@ class Watchdog:
         on_stuck: called each time that it becomes so; must not block.
     """
 
-    def __init__(self, loop: EngineLoop, seconds: float, on_stuck: Callable[[], None]) -> None:
+    def __init__(self, loop: EngineLoop[Any], seconds: float, on_stuck: Callable[[], None]) -> None:
         self._loop = loop
         self._seconds = seconds
         self._on_stuck = on_stuck

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from trident_llm.text.literals import ControlLiterals
@@ -121,6 +121,17 @@ class Tokenizer:
             bos = self.named_special_tokens["bos_token"]
             return ids[1:] if text.startswith(bos) else ids
         return ids
+
+    def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
+        """Return the ids of as much of a text's beginning as fits ``max_tokens`` ids.
+
+        What is added around a text is part of them. Raises TokenizerError as encode does.
+        """
+        room = max_tokens - self._backend.num_special_tokens_to_add(False)
+        encoding = _encoding(self._backend, text, False)
+        encoding.truncate(max(0, room))
+        ids: list[int] = self._backend.post_process(encoding).ids
+        return ids[:max_tokens]
 
     def encode_plain(self, text: str, *, at_start: bool = True) -> list[int]:
         """Return the ids of a text in which the strings of special tokens are ordinary text.
@@ -284,13 +295,17 @@ def _add_tokens(backend: Backend, names: SpecialTokenNames) -> None:
 
 
 def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = _encoding(backend, text, add_special_tokens).ids
+    return ids
+
+
+def _encoding(backend: Backend, text: str, add_special_tokens: bool) -> Encoding:
     try:
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return backend.encode(text, add_special_tokens=add_special_tokens)
     except TypeError as error:  # what the library makes of a string that is not valid Unicode
         raise TokenizerError(
             "the text holds a lone surrogate (half a character); send valid Unicode"
         ) from error
-    return ids
 
 
 def _make_plain_backend(backend: Backend, *, continues: bool) -> Backend:

@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from trident_client import TridentError
+from trident_client import AsyncClient, TridentError
 from trident_client.openai.access import Access, Keys, error_response
 from trident_client.openai.chat import chat_completions
 from trident_client.openai.completions import completions
-from trident_client.openai.errors import ApiError, from_trident
+from trident_client.openai.embeddings import embeddings
+from trident_client.openai.errors import ApiError, from_trident, unknown_model
 from trident_client.openai.gateway import Gateway
 from trident_client.openai.http import ClientGone, JSONAnswer
 from trident_client.openai.metrics import GatewayMetrics
@@ -74,7 +75,7 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
         "/v1/completions": completions,
         "/v1/chat/completions": chat_completions,
         "/v1/responses": responses,
-        "/v1/embeddings": _embeddings,
+        "/v1/embeddings": embeddings,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -140,12 +141,14 @@ def _model_card(gateway: Gateway, name: str) -> dict[str, object]:
 
 
 async def _models(gateway: Gateway, request: Request) -> Response:
-    cards = [_model_card(gateway, name) for name in gateway.clients]
+    cards = [_model_card(gateway, name) for name in await gateway.served()]
     return JSONAnswer({"object": "list", "data": cards})
 
 
 async def _model(gateway: Gateway, request: Request) -> Response:
-    name, _ = gateway.client(request.path_params["model"])
+    name = request.path_params["model"]
+    if name not in gateway.clients and name not in await gateway.served():
+        raise unknown_model(name)
     return JSONAnswer(_model_card(gateway, name))
 
 
@@ -155,12 +158,12 @@ async def _health(gateway: Gateway, request: Request) -> Response:
 
 async def _ready(gateway: Gateway, request: Request) -> Response:
     """Ready when every model takes requests and its engine answers."""
-    ready = {name: await _is_ready(gateway, name) for name in gateway.clients}
+    models = await gateway.served()
+    ready = {name: await _is_ready(client) for name, client in models.items()}
     return JSONAnswer({"models": ready}, 200 if all(ready.values()) else 503)
 
 
-async def _is_ready(gateway: Gateway, name: str) -> bool:
-    client = gateway.clients[name]
+async def _is_ready(client: AsyncClient) -> bool:
     try:
         if not await client.is_ready(timeout=2.0):
             return False
@@ -174,9 +177,3 @@ async def _is_ready(gateway: Gateway, name: str) -> bool:
 
 async def _version(gateway: Gateway, request: Request) -> Response:
     return JSONAnswer({"version": importlib.metadata.version("trident-client")})
-
-
-async def _embeddings(gateway: Gateway, request: Request) -> Response:
-    raise ApiError(
-        400, "The models served here generate text and do not embed", code="unsupported_endpoint"
-    )

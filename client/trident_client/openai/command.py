@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=default.port, help=f"default: {default.port}")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     group.add_argument(
+        "--embed-model", metavar="NAME",
+        help="the model that embeds (default: embed, if the server has it)",
+    )  # fmt: skip
+    group.add_argument(
         "--api-key-file", metavar="FILE",
         help="keys, one a line, of which each request must bring one; the variable "
         "TRIDENT_API_KEYS holds more of them, between commas",
@@ -67,6 +71,7 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
     return GatewaySettings(
         url=arguments.url,
         models=tuple(dict.fromkeys(arguments.model or ("llm",))),
+        embed_model=arguments.embed_model,
         host=arguments.host,
         port=arguments.port,
         workers=arguments.workers,

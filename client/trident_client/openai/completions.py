@@ -16,12 +16,11 @@ from trident_client.openai.fields import MAX_CHOICES, Generation, StreamOptions,
 from trident_client.openai.gateway import Gateway, Job
 from trident_client.openai.http import read_json
 from trident_client.openai.prompt_scores import echoed_logprobs, first_pieces, listed
+from trident_client.openai.prompts import Prompt, checked_prompts, split_prompts
 from trident_client.openai.sse import event
 from trident_client.openai.usage import completion_logprobs, finish_reason, usage
 
 __all__ = ["CompletionRequest", "completions"]
-
-Prompt = str | list[int]
 
 
 class CompletionRequest(Generation):
@@ -42,20 +41,11 @@ class CompletionRequest(Generation):
     @field_validator("prompt")
     @classmethod
     def _prompt(cls, value: Any) -> Any:
-        items = value if isinstance(value, list) and not _are_ids(value) else [value]
-        kinds = {
-            str if isinstance(item, str) else list if _are_ids(item) else None for item in items
-        }
-        if not items or kinds not in ({str}, {list}):
-            raise ValueError(
-                "must be a string, a list of token ids, or a list of strings or of such lists"
-            )
-        return value
+        return checked_prompts(value)
 
     def prompts(self) -> list[Prompt]:
-        """Each prompt. One list of ids is one prompt."""
-        several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
-        return self.prompt if several else [self.prompt]
+        """Each prompt."""
+        return split_prompts(self.prompt)
 
     def check(self) -> None:
         """Raises `ApiError` for what cannot be done, before anything is made for it."""
@@ -89,14 +79,6 @@ class CompletionRequest(Generation):
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.scores_echo else self.prompt_logprobs,
         }
-
-
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
 
 
 async def completions(gateway: Gateway, request: Request) -> Response:

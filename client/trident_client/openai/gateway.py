@@ -26,6 +26,10 @@ __all__ = ["Gateway", "Job"]
 
 _T = TypeVar("_T")
 
+EMBEDDINGS_AT_ONCE = 64
+"""Texts of one request under way at the same time: enough to fill the steps of the model."""
+_DEFAULT_EMBED_MODEL = "embed"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -58,24 +62,37 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.created = int(time.time())
-        # A caller that is told to come back later does so by itself: nothing is repeated here.
-        self.clients = {
-            model: AsyncClient(
-                settings.url,
-                model,
-                timeout=settings.timeout,
-                ssl=settings.ssl(),
-                headers=dict(settings.headers),
-                retries=0,
-                concurrency=AT_ONCE,
-            )
-            for model in settings.models
-        }
+        self.clients = {model: self._connect(model, AT_ONCE) for model in settings.models}
+        self.embed_model = settings.embed_model or _DEFAULT_EMBED_MODEL
+        self._embedder = self._connect(self.embed_model, EMBEDDINGS_AT_ONCE)
+
+    def _connect(self, model: str, concurrency: int) -> AsyncClient:
+        settings = self.settings
+        return AsyncClient(
+            settings.url,
+            model,
+            timeout=settings.timeout,
+            ssl=settings.ssl(),
+            headers=dict(settings.headers),
+            # A caller that is told to come back later does so by itself: nothing is repeated here.
+            retries=0,
+            concurrency=concurrency,
+        )
 
     async def close(self) -> None:
         """Cancel what is under way and close the connections."""
-        for client in self.clients.values():
+        for client in (*self.clients.values(), self._embedder):
             await client.close()
+
+    async def served(self) -> dict[str, AsyncClient]:
+        """All models, by name: the one that embeds, too, unless nobody named it and it is not there."""
+        embeds = self.settings.embed_model is not None
+        if not embeds and self.embed_model not in self.clients:
+            try:
+                embeds = await self._embedder.is_ready(timeout=2.0)
+            except TridentError:
+                embeds = False
+        return {**self.clients, **({self.embed_model: self._embedder} if embeds else {})}
 
     def client(self, model: str | None) -> tuple[str, AsyncClient]:
         """The client of a model; without a name, of the only one. Raises `ApiError`."""
@@ -83,6 +100,8 @@ class Gateway:
             model = next(iter(self.clients))
         if model is None:
             raise bad_request("model", "is required", "missing_required_parameter")
+        if model not in self.clients and model == self.embed_model:
+            raise bad_request("model", "is one that embeds and does not generate")
         if model not in self.clients:
             raise unknown_model(model)
         return model, self.clients[model]
@@ -94,6 +113,15 @@ class Gateway:
         model, client = self.client(body.model)
         salt = request.scope.get("trident_salt")
         return Job(client, model, f"{prefix}-{uuid.uuid4().hex}", salt, renames or {})
+
+    def embedding_job(self, request: Request, body: Body, renames: Mapping[str, str]) -> Job:
+        """The beginning of a request for embeddings."""
+        model = body.model or self.embed_model
+        if model != self.embed_model and model in self.clients:
+            raise bad_request("model", f"generates and does not embed; use {self.embed_model}")
+        if model != self.embed_model:
+            raise unknown_model(model)
+        return Job(self._embedder, model, f"embd-{uuid.uuid4().hex}", None, renames)
 
     async def answer(
         self,

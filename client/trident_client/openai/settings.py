@@ -20,6 +20,7 @@ class GatewaySettings:
 
     url: str = "localhost:8001"
     models: tuple[str, ...] = ("llm",)
+    embed_model: str | None = None  # None: "embed", if the server has it
     host: str = "127.0.0.1"
     port: int = 9000
     workers: int = 1

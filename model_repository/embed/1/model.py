@@ -1,0 +1,3 @@
+from trident_llm.serving.embedding_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
