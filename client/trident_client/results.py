@@ -19,12 +19,17 @@ __all__ = ["Choice", "Collector", "Delta", "Logprob", "ModelInfo", "Result", "Ti
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate at one position. `rank` is 1 for the most likely token of the vocabulary."""
+    """One candidate at one position. `rank` is 1 for the most likely token of the vocabulary.
+
+    `token_bytes` is there where the token is only part of a character, so that `decoded_token` cannot
+    tell it, and the server does.
+    """
 
     token_id: int
     logprob: float
     rank: int | None
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 Logprobs = tuple[tuple[Logprob, ...], ...]
@@ -164,7 +169,13 @@ def _parse_prompt_logprobs(text: str) -> PromptLogprobs | None:
 
 def _candidates(position: Mapping[str, Any]) -> tuple[Logprob, ...]:
     return tuple(
-        Logprob(int(token), entry["logprob"], entry.get("rank"), entry.get("decoded_token"))
+        Logprob(
+            int(token),
+            entry["logprob"],
+            entry.get("rank"),
+            entry.get("decoded_token"),
+            bytes(entry["bytes"]) if "bytes" in entry else None,
+        )
         for token, entry in position.items()
     )
 

@@ -83,7 +83,7 @@ def test_every_choice_has_a_role_and_one_reason(server: FakeServer, client: Open
 def test_logprobs(server: FakeServer, client: OpenAI, stream: bool) -> None:
     server.script = saying("ab", "\N{REPLACEMENT CHARACTER}")
     answer: Any = client.chat.completions.create(
-        model="llm", messages=USER, logprobs=True, top_logprobs=1, stream=stream
+        model="llm", messages=USER, logprobs=True, top_logprobs=3, stream=stream
     )
     parts = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
     tokens = [token for part in parts if part is not None for token in part.content]
@@ -92,9 +92,10 @@ def test_logprobs(server: FakeServer, client: OpenAI, stream: bool) -> None:
     ]  # fmt: skip
     # Part of a character has bytes that nobody told us.
     assert [token.bytes for token in tokens] == [[97, 98], None]
-    (top,) = tokens[0].top_logprobs
+    top, _, part = tokens[0].top_logprobs
     assert (top.token, top.bytes, top.logprob) == ("é", [0xC3, 0xA9], -0.25)
-    assert server.requests[0].sampling["logprobs"] == 1
+    assert (part.token, part.bytes) == ("\N{REPLACEMENT CHARACTER}", [0xC3])
+    assert server.requests[0].sampling["logprobs"] == 3
 
 
 def test_the_template_is_told_what_it_may_know(server: FakeServer, gateway: RunningGateway) -> None:

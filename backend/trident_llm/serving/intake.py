@@ -30,6 +30,7 @@ from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
     ResponseBuilder,
+    TokenText,
     check_prompt_logprobs,
     parse_request,
 )
@@ -68,7 +69,7 @@ class Intake:
     """A queue of raw requests and the threads that work it off.
 
     Args:
-        stats: the snapshot that the ``stats`` control operation answers with.
+        stats: the snapshot that the ``stats`` control operation answers with, detailed or not.
         grammars: compiles what structured outputs follow. It may take seconds, so requests that
             need it wait on a thread of their own, and others never behind them.
         seed: makes the seeds given to requests without one repeatable; None draws them at random.
@@ -80,7 +81,7 @@ class Intake:
         loop: EngineLoop,
         responder: Responder,
         *,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[bool], dict[str, Any]],
         grammars: GrammarCompiler,
         seed: int | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class Intake:
         self._unread: _Tasks = queue.SimpleQueue()
         self._uncompiled: _Tasks = queue.SimpleQueue()
         self._num_waiting = 0
+        self._num_answering = 0  # control operations under way: of those, but nothing waits in them
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, args=args, name=f"trident-intake-{i}", daemon=True)
@@ -123,8 +125,8 @@ class Intake:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not been handed on yet."""
-        return self._num_waiting
+        """Requests for the engine that have not been handed on yet."""
+        return self._num_waiting - self._num_answering
 
     def _run(self, tasks: _Tasks) -> None:
         while True:
@@ -147,7 +149,7 @@ class Intake:
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         parsed = parse_request(raw, self._facts.defaults)
         if parsed.control is not None:
-            self._responder.answer(handle, self._control(parsed.control))
+            self._answer(handle, parsed.control)
             return
         facts = self._facts
         prompt_ids = truncate_prompt(self._encode(parsed), parsed.params, facts.max_model_len)
@@ -167,7 +169,7 @@ class Intake:
         )
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
-        handle.builder = ResponseBuilder(parsed, self._piece)
+        handle.builder = ResponseBuilder(parsed, self._token_text)
         handle.stream = parsed.stream
         handle.params = params
         request = Request(handle.request_id, prompt_ids, params, cache_salt=parsed.cache_salt)
@@ -186,8 +188,11 @@ class Intake:
             # A cancel may have been seen before the engine knew the request.
             self._loop.abort(handle.request_id, handle.abort_error)
 
-    def _piece(self, token_id: int) -> str:
-        return self._facts.tokenizer.decode([token_id], skip_special_tokens=False)
+    def _token_text(self, token_id: int) -> TokenText:
+        tokenizer = self._facts.tokenizer
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        in_part = "\N{REPLACEMENT CHARACTER}" in text and tokenizer.byte_rules is not None
+        return TokenText(text, tokenizer.token_bytes(token_id) if in_part else None)
 
     def _encode(self, parsed: ParsedRequest) -> list[int]:
         """The prompt's token ids, at least one, all in the vocabulary."""
@@ -239,6 +244,16 @@ class Intake:
         except (ChatTemplateError, TokenizerError) as error:
             raise invalid("chat", str(error)) from None
 
+    def _answer(self, handle: RequestHandle, control: Mapping[str, Any]) -> None:
+        """A snapshot waits for the end of a step; the queue must not look longer for being looked at."""
+        with self._lock:
+            self._num_answering += 1
+        try:
+            self._responder.answer(handle, self._control(control))
+        finally:
+            with self._lock:
+                self._num_answering -= 1
+
     def _control(self, control: Mapping[str, Any]) -> Tensors:
         """The answer to a ``control`` input."""
         operation = control.get("op")
@@ -247,7 +262,10 @@ class Intake:
         elif operation == "detokenize":
             answer = self._detokenize(control)
         elif operation == "stats":
-            answer = self._stats()
+            detailed = control.get("detail", False)
+            if not isinstance(detailed, bool):
+                raise invalid("control.detail", "must be true or false")
+            answer = self._stats(detailed)
         else:
             raise invalid("control.op", "must be tokenize, detokenize or stats")
         text = json.dumps(answer, ensure_ascii=False).encode()

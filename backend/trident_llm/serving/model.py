@@ -24,6 +24,7 @@ from trident_llm.core.sampling_params import SamplingParams, defaults_from_gener
 from trident_llm.engine.engine import Engine
 from trident_llm.engine.loop import LEAVING, EngineLoop
 from trident_llm.engine.output import RequestOutput
+from trident_llm.engine.snapshot import counts, detail
 from trident_llm.serving.admission import Admission
 from trident_llm.serving.intake import Intake, ModelFacts
 from trident_llm.serving.metrics import EngineState, Metrics, create_metrics
@@ -322,27 +323,17 @@ class TritonPythonModel:
             healthy=self._healthy,
         )
 
-    def _stats(self) -> dict[str, Any]:
-        def snapshot(engine: Engine) -> dict[str, Any]:
-            scheduler, pool = engine.scheduler, engine.scheduler.pool
-            return {
-                "num_requests": engine.num_requests,
-                "num_running_seqs": len(scheduler.running),
-                "num_waiting_seqs": len(scheduler.waiting),
-                "num_blocks": len(pool.blocks) - 1,
-                "num_held_blocks": pool.num_held,
-                "num_free_blocks": pool.num_free,
-                "num_cached_blocks": pool.num_cached,
-                "block_size": pool.block_size,
-                "max_model_len": scheduler.config.max_model_len,
-                "max_num_seqs": scheduler.config.max_num_seqs,
-                **vars(scheduler.stats),
-                "integrity_failures": self._loop.integrity_failures,
-            }
+    def _stats(self, detailed: bool) -> dict[str, Any]:
+        def read(engine: Engine) -> dict[str, Any]:
+            return {**counts(engine), **(detail(engine) if detailed else {})}
 
-        stats: dict[str, Any] = self._loop.call(snapshot)
-        # Requests without their final flag; this one is among them.
-        return {**stats, "num_open_requests": self._responder.num_active}
+        stats: dict[str, Any] = self._loop.call(read)
+        return {
+            **stats,
+            "integrity_failures": self._loop.integrity_failures,
+            # Requests without their final flag; this one is among them.
+            "num_open_requests": self._responder.num_active,
+        }
 
 
 def _configure_logging() -> None:
@@ -394,3 +385,4 @@ def _warm_up(engine: Engine) -> None:
                 raise ConfigError("the warm-up request did not end in 10 minutes")
     engine.scheduler.pool.reset_prefix_cache()
     engine.scheduler.reset_stats()
+    engine.recent_steps.clear()

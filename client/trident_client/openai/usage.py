@@ -75,14 +75,14 @@ def _top(token: Sequence[Logprob], num_top: int) -> list[Logprob]:
 
 
 def _candidate(candidate: Logprob) -> dict[str, Any]:
-    text = candidate.decoded_token or ""
-    # A token that is part of a character has no text of its own, and the server does not send its
-    # bytes.
-    known = "\N{REPLACEMENT CHARACTER}" not in text
+    text, data = candidate.decoded_token or "", candidate.token_bytes
+    # A token that is part of a character has no text of its own; not every server sends its bytes.
+    if data is None and "\N{REPLACEMENT CHARACTER}" not in text:
+        data = text.encode()
     return {
         "token": text,
         "logprob": finite(candidate.logprob),
-        "bytes": list(text.encode()) if known else None,
+        "bytes": None if data is None else list(data),
     }
 
 
