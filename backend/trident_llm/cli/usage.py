@@ -27,6 +27,8 @@ def usage_lines(options: ServeOptions) -> list[str]:
             f"  curl -s localhost:{options.openai_port}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{chat}'",
         ]
+        if "--no-page" not in options.openai_args:
+            openai.append(f"  in a browser: http://localhost:{options.openai_port}/")
     return [
         "",
         "Try it:",

@@ -1,7 +1,7 @@
 """Who may ask, how much, and how often at a time: keys, sizes and limits, before any endpoint.
 
 Plain ASGI, so that the endpoints see when their caller leaves. Invariants: once there are keys, every
-path but the health checks needs one; keys are kept as digests and compared in constant time; no more
+path but the health checks and the page's own files needs one; keys are kept as digests and compared in constant time; no more
 of a body is read than may be sent.
 """
 
@@ -84,12 +84,14 @@ class Access:
         app: ASGIApp,
         *,
         keys: Keys,
+        open_paths: frozenset[str] = frozenset(),
         metrics: GatewayMetrics,
         max_body_bytes: int,
         max_requests_per_key: int,
     ) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths.union(_OPEN_PATHS)
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._max_requests_per_key = max_requests_per_key
@@ -118,7 +120,7 @@ class Access:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = ""
-        if self._keys and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._keys and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
             known = self._keys.caller(Headers(scope=scope).get("authorization", ""))
             if known is None:
                 await error_response(_WRONG_KEY)(scope, receive, send)

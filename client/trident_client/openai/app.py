@@ -25,6 +25,7 @@ from trident_client.openai.metrics import GatewayMetrics
 from trident_client.openai.responses import responses
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 from trident_client.openai.tokenize import detokenize, tokenize
+from trident_client.openai.web_page import WebPage, stats
 
 __all__ = ["create_app", "from_environment"]
 
@@ -50,10 +51,14 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     # Its own description of the paths would need no key, and they are OpenAI's.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     _add_endpoints(app, gateway, metrics)
+    page = WebPage(needs_key=bool(keys)) if settings.page else None
+    if page is not None:
+        _add_page(app, gateway, page)
     _add_error_handlers(app)
     served: ASGIApp = Access(
         app,
         keys=keys,
+        open_paths=frozenset() if page is None else page.paths,
         metrics=metrics,
         max_body_bytes=settings.max_body_bytes,
         max_requests_per_key=settings.max_requests_per_key,
@@ -102,6 +107,15 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
         return PlainTextResponse(await metrics.text())
 
     app.router.add_route("/metrics", show_metrics, methods=["GET"])
+
+
+def _add_page(app: FastAPI, gateway: Gateway, page: WebPage) -> None:
+    async def show_stats(request: Request) -> Response:
+        return await stats(gateway, request)
+
+    for path in page.paths:
+        app.router.add_route(path, page.serve, methods=["GET"])
+    app.router.add_route("/stats", show_stats, methods=["GET"])
 
 
 def _add_error_handlers(app: FastAPI) -> None:

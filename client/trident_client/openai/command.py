@@ -59,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: a <think> block at the beginning is reasoning; open: the chat template has "
         "opened it already (default: auto)",
     )  # fmt: skip
+    group.add_argument(
+        "--page", action=argparse.BooleanOptionalAction, default=default.page,
+        help="a page at / to try the models and to watch the engine (default: yes)",
+    )  # fmt: skip
     group.add_argument("--stop-at-eof", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -79,6 +83,7 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
         cors_origins=tuple(arguments.cors_origin),
         tool_parser=arguments.tool_parser,
         reasoning_parser=arguments.reasoning_parser,
+        page=arguments.page,
         max_body_bytes=arguments.max_body_bytes,
         max_requests_per_key=arguments.max_requests_per_key,
         stop_at_eof=arguments.stop_at_eof,

@@ -32,6 +32,7 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    page: bool = True  # whether there is something to look at under "/"
     max_body_bytes: int = 4 * 2**20
     max_requests_per_key: int = 0  # in flight; 0: no limit
     max_unread_bytes: int = 2**20  # of one request, beyond what is in the connection's own buffers
