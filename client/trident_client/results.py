@@ -238,10 +238,18 @@ class Collector:
     def result(self, request_id: str) -> Result:
         """All that was fed."""
         choices = [sequence.choice(index) for index, sequence in sorted(self._sequences.items())]
-        usage = Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
         return Result(
-            tuple(choices) or (Choice(""),), usage, request_id, self._prompt_logprobs, self._times
+            tuple(choices) or (Choice(""),),
+            self.usage,
+            request_id,
+            self._prompt_logprobs,
+            self._times,
         )
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
 
     def _count(self, response: Response) -> None:
         for number in response.numbers("num_input_tokens"):

@@ -25,6 +25,7 @@ class Request:
 
     def __init__(self, text: str, sampling: dict[str, Any], **flags: bool) -> None:
         self.sender = Sender()
+        self.name = ""
         self._inputs = [
             Tensor("text_input", np.array([text.encode()], np.object_)),
             Tensor("sampling_parameters", np.array([json.dumps(sampling).encode()], np.object_)),
@@ -39,6 +40,9 @@ class Request:
 
     def timeout(self) -> int:
         return 0
+
+    def request_id(self) -> str:
+        return self.name
 
     def get_response_sender(self) -> Sender:
         return self.sender
@@ -111,6 +115,25 @@ def test_a_dead_engine_is_told_outside_of_any_phase(
     assert server_metrics["trident:engine_healthy"].value == 0.0
     later = setup.answer("hello", {"max_tokens": 2}).error
     assert later.message.startswith("UNAVAILABLE engine: has failed")
+
+
+def test_the_log_names_requests_as_their_clients_do(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("trident").addHandler(caplog.handler)
+    executor = setup.model._engine._executor
+    launch = executor.launch
+
+    def fail(*args: Any) -> Any:
+        executor.launch = launch  # type: ignore[method-assign]
+        raise RuntimeError("the device stumbled")
+
+    executor.launch = fail  # type: ignore[method-assign]
+    request = Request("hello", {"max_tokens": 2})
+    request.name = "order-17:a"
+    setup.model.execute([request])
+    wait_for(lambda: request.sender.finals, "the request ends")
+    assert " (order-17:a) ended with INTERNAL engine: a step failed" in caplog.text
 
 
 def test_a_prompt_is_truncated_to_its_end(setup: Setup) -> None:

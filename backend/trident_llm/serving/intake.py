@@ -141,7 +141,7 @@ class Intake:
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
-                logger.exception("a request could not be taken in")
+                logger.exception("%s could not be taken in", handle.label)
                 self._responder.answer(handle, _UNEXPECTED)
             with self._lock:
                 self._num_waiting -= 1

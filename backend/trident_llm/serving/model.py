@@ -223,14 +223,16 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Takes requests in; their responses come from the output thread."""
         for request in requests:
-            handle = RequestHandle(str(next(self._ids)), request.get_response_sender())
+            handle = RequestHandle(
+                str(next(self._ids)), request.get_response_sender(), request.request_id()
+            )
             self._responder.register(handle)
             try:
                 self._take_in(handle, request)
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
-                logger.exception("a request could not be read")
+                logger.exception("%s could not be read", handle.label)
                 self._responder.answer(handle, _UNREADABLE)
 
     def _take_in(self, handle: RequestHandle, request: Any) -> None:

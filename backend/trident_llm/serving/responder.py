@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ TIMED_OUT = RequestError(
     "timeout",
     "has passed before the request was done; allow it more time or ask for fewer tokens",
 )
+_CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _NOT_BUILT = RequestError(ErrorCode.INTERNAL, "response", "could not be built")
 
 
@@ -58,6 +60,7 @@ class RequestHandle:
 
     request_id: str
     sender: Any
+    client_id: str = ""  # what the client calls the request; of its making, so not unique
     arrival: float = field(default_factory=time.monotonic)
     deadline: float | None = None  # time.monotonic() seconds
     builder: ResponseBuilder | None = None  # set, with the next two, once the request is parsed
@@ -67,6 +70,12 @@ class RequestHandle:
     has_token: bool = False
     progress: RequestProgress = field(default_factory=RequestProgress)
     last_poll: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The request's name in the log. What a client sent is shown only if it looks like an id."""
+        shown = f" ({self.client_id})" if _CLIENT_ID.fullmatch(self.client_id) else ""
+        return f"request {self.request_id}{shown}"
 
 
 @dataclass
@@ -221,6 +230,8 @@ class Responder:
     def _send_error(self, handle: RequestHandle, error: RequestError) -> None:
         if self._metrics is not None:
             self._metrics.failed(error.code)
+        if error.code is ErrorCode.INTERNAL:
+            logger.error("%s ended with %s", handle.label, error)
         self._send(handle, _error_response(error), final=True)
 
     def _send_output(self, handle: RequestHandle, output: RequestOutput) -> None:
@@ -234,7 +245,7 @@ class Responder:
         try:
             response = _response(handle.builder.tensors(output))
         except Exception:
-            logger.exception("a response could not be built")
+            logger.exception("%s: a response could not be built", handle.label)
             self._abort(handle.request_id, _NOT_BUILT)
             self._send_error(handle, _NOT_BUILT)
             return
@@ -252,7 +263,7 @@ class Responder:
         try:
             handle.sender.send(response, flags=flags)
         except Exception:
-            logger.exception("a response could not be sent")
+            logger.exception("%s: a response could not be sent", handle.label)
             self._abort(handle.request_id, _NOT_BUILT)
             if not final and self._metrics is not None:
                 self._metrics.failed(ErrorCode.INTERNAL)
@@ -272,7 +283,7 @@ class Responder:
         try:
             handle.sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception:
-            logger.exception("a final flag could not be sent; the request pins the model")
+            logger.exception("%s: a final flag could not be sent; it pins the model", handle.label)
             if not self.broken:
                 self.broken = True
                 self._on_broken()
@@ -329,7 +340,7 @@ class Responder:
             try:
                 cancelled = handle.sender.is_cancelled()
             except Exception:
-                logger.exception("asking for a cancel failed")
+                logger.exception("%s: asking for a cancel failed", handle.label)
                 continue
             if cancelled:
                 handle.abort_error = CANCELLED

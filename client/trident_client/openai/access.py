@@ -15,14 +15,17 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trident_client import request_id as current_request_id
 from trident_client.openai.errors import RETRY_AFTER, ApiError
 from trident_client.openai.http import JSONAnswer
+from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
 
 __all__ = ["Access", "Keys", "error_response"]
@@ -88,6 +91,7 @@ class Access:
         metrics: GatewayMetrics,
         max_body_bytes: int,
         max_requests_per_key: int,
+        budgets: TokenBudgets,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -96,6 +100,7 @@ class Access:
         self._max_body_bytes = max_body_bytes
         self._max_requests_per_key = max_requests_per_key
         self._in_flight: Counter[str] = Counter()
+        self._budgets = budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,6 +109,7 @@ class Access:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status = 500
+        current_request_id.set(request_id)  # under which the model server knows it too
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -127,9 +133,10 @@ class Access:
                 return
             caller = known
             scope["trident_salt"] = hashlib.sha256(b"cache salt " + known.encode()).hexdigest()[:32]
-        limited = self._max_requests_per_key > 0 and scope["method"] == "POST"
-        if limited and self._in_flight[caller] >= self._max_requests_per_key:
-            await error_response(_TOO_MANY)(scope, receive, send)
+        scope["trident_charge"] = partial(self._budgets.charge, caller)
+        refusal = self._refusal(caller) if scope["method"] == "POST" else None
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
             return
         self._in_flight[caller] += 1
         try:
@@ -141,6 +148,13 @@ class Access:
             self._in_flight[caller] -= 1
             if not self._in_flight[caller]:
                 del self._in_flight[caller]
+
+    def _refusal(self, caller: str) -> ApiError | None:
+        """Why this caller may not ask for anything now."""
+        if 0 < self._max_requests_per_key <= self._in_flight[caller]:
+            return _TOO_MANY
+        seconds = self._budgets.seconds_to_wait(caller)
+        return _too_many_tokens(seconds) if seconds else None
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the caller left within it. Raises `ApiError` if it is too large."""
@@ -185,6 +199,16 @@ _TOO_MANY = ApiError(
     code="rate_limit_exceeded",
     headers=RETRY_AFTER,
 )
+
+
+def _too_many_tokens(seconds: int) -> ApiError:
+    return ApiError(
+        429,
+        f"This key has used its tokens of the minute; ask again in {seconds} s",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+    )
 
 
 def _replayed(body: bytes | None, receive: Receive) -> Receive:

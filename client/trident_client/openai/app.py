@@ -21,6 +21,7 @@ from trident_client.openai.completions import completions
 from trident_client.openai.errors import ApiError, from_trident
 from trident_client.openai.gateway import Gateway
 from trident_client.openai.http import ClientGone, JSONAnswer
+from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
 from trident_client.openai.responses import responses
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
@@ -62,6 +63,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
         metrics=metrics,
         max_body_bytes=settings.max_body_bytes,
         max_requests_per_key=settings.max_requests_per_key,
+        budgets=TokenBudgets(settings.max_tokens_per_minute_per_key),
     )
     if settings.cors_origins:
         served = CORSMiddleware(

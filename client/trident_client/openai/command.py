@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of a key in flight at a time, in each process (default: no limit)",
     )  # fmt: skip
     group.add_argument(
+        "--max-tokens-per-minute-per-key", type=int, default=0, metavar="N",
+        help="tokens of prompts and outputs of a key, counted as its requests end, in each process "
+        "(default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
         "--max-body-bytes", type=int, default=default.max_body_bytes, metavar="N",
         help=f"default: {default.max_body_bytes}",
     )  # fmt: skip
@@ -86,6 +91,7 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
         page=arguments.page,
         max_body_bytes=arguments.max_body_bytes,
         max_requests_per_key=arguments.max_requests_per_key,
+        max_tokens_per_minute_per_key=arguments.max_tokens_per_minute_per_key,
         stop_at_eof=arguments.stop_at_eof,
     )
 

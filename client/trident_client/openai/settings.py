@@ -35,6 +35,7 @@ class GatewaySettings:
     page: bool = True  # whether there is something to look at under "/"
     max_body_bytes: int = 4 * 2**20
     max_requests_per_key: int = 0  # in flight; 0: no limit
+    max_tokens_per_minute_per_key: int = 0  # of prompts and outputs; 0: no limit
     max_unread_bytes: int = 2**20  # of one request, beyond what is in the connection's own buffers
     write_timeout: float = 60.0
     heartbeat: float = 10.0

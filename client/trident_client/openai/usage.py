@@ -14,18 +14,21 @@ _FLOOR = -9999.0
 Logprobs = Sequence[Sequence[Logprob]]
 
 
-def usage(results: Iterable[Result]) -> dict[str, Any]:
-    """The tokens of a request's prompts and outputs."""
+def usage(results: Iterable[Result], reasoning: int | None = None) -> dict[str, Any]:
+    """The tokens of a request's prompts and outputs; `reasoning` tells how many of these were that."""
     counts = [result.usage for result in results]
     prompt = sum(count.prompt_tokens or 0 for count in counts)
     completion = sum(count.completion_tokens or 0 for count in counts)
     cached = sum(count.cached_tokens or 0 for count in counts)
-    return {
+    counted: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if reasoning is not None:
+        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counted
 
 
 def finish_reason(reason: str | None) -> str:

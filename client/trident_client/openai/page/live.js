@@ -40,8 +40,10 @@ export function startLive(model) {
 }
 
 async function look(view, model) {
+  const asked = performance.now();
   const [[text, at], stats] = await Promise.all([
-    getText("metrics").then((all) => [all, performance.now()]), // the stats may come much later
+    // They are of a moment in the middle of their call; the stats may come much later.
+    getText("metrics").then((all) => [all, (asked + performance.now()) / 2]),
     getJson(`stats?model=${encodeURIComponent(model)}`).catch((error) => {
       if (error.status === 401 || !(error instanceof ApiError)) throw error;
       return error; // the metrics may tell why

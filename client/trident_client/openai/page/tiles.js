@@ -4,7 +4,7 @@ import { byId, element, percent, short, whole } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HISTORY = 60; // values in a small curve, one a second
-const RATE_SECONDS = 4; // over which speeds are taken
+const RATE_SECONDS = 5; // over which speeds are taken
 
 const GENERATED = "vllm:generation_tokens_total";
 const PROMPTS = "vllm:prompt_tokens_total";
@@ -71,7 +71,9 @@ export class Tiles {
 
   /** `now` is when the metrics came, in milliseconds. */
   show(metrics, stats, now) {
-    this.#past = [...this.#past.filter(([at]) => now - at <= 1000 * RATE_SECONDS + 500), [now, metrics]];
+    // One from before is kept, however long ago, so that there is always something to compare with.
+    const recent = this.#past.filter(([at]) => now - at <= 1000 * RATE_SECONDS);
+    this.#past = [...(recent.length ? recent : this.#past.slice(-1)), [now, metrics]];
     const [since, first] = this.#past[0];
     const rate = (name) => {
       const gained = metrics.sum(name) - first.sum(name);
