@@ -125,9 +125,12 @@ def test_bodies_that_are_no_request(
     assert server.requests == []
 
 
-def test_a_header_without_end_is_refused(server: FakeServer, gateway: RunningGateway) -> None:
+def test_a_large_head_is_refused(server: FakeServer, gateway: RunningGateway) -> None:
     with gateway.connect("/v1/completions", b"{}", headers=f"X: {'x' * 20_000}\r\n") as connection:
-        assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+        assert connection.recv(4096).startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    answer = gateway.get("/health", headers={"X": "x" * 20_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
+    assert gateway.get("/health?" + "x" * 20_000).status_code == 431
 
 
 def test_a_body_must_be_called_json(server: FakeServer, gateway: RunningGateway) -> None:

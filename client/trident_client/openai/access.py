@@ -28,8 +28,9 @@ from trident_client.openai.http import JSONAnswer
 from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
 
-__all__ = ["Access", "Keys", "error_response"]
+__all__ = ["MAX_HEADER_BYTES", "Access", "Keys", "error_response"]
 
+MAX_HEADER_BYTES = 16 * 1024
 KEYS_VARIABLE = "TRIDENT_API_KEYS"
 _OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -125,6 +126,9 @@ class Access:
             self._metrics.ended(scope["path"], scope.get("trident_outcome", str(status)))
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _head_bytes(scope) > MAX_HEADER_BYTES:
+            await error_response(_LARGE_HEAD)(scope, receive, send)
+            return
         caller = ""
         if self._keys and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
             known = self._keys.caller(Headers(scope=scope).get("authorization", ""))
@@ -199,6 +203,18 @@ _TOO_MANY = ApiError(
     code="rate_limit_exceeded",
     headers=RETRY_AFTER,
 )
+
+
+_LARGE_HEAD = ApiError(
+    431,
+    f"The path and the headers must have at most {MAX_HEADER_BYTES} bytes",
+    code="headers_too_large",
+)
+
+
+def _head_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"]) + len(scope["query_string"])
 
 
 def _too_many_tokens(seconds: int) -> ApiError:

@@ -19,8 +19,6 @@ from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 
 __all__ = ["add_arguments", "run", "server_options", "settings_of"]
 
-_MAX_HEADER_BYTES = 16 * 1024
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The gateway's options, beside those of the connection to the server."""
@@ -97,16 +95,20 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
 
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:
-    """How uvicorn serves, wherever it listens."""
+    """How uvicorn serves, wherever it listens. Raises ImportError without the extra ``openai``."""
+    from trident_client.openai.access import MAX_HEADER_BYTES
+    from trident_client.openai.connection import Connection
+
     return {
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
         "lifespan": "on",
-        "timeout_keep_alive": 30,
+        "timeout_keep_alive": settings.idle_timeout,
         "timeout_graceful_shutdown": int(settings.shutdown_timeout),
-        "http": "h11",  # the one of uvicorn's whose headers are bounded
-        "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
+        "http": Connection,
+        "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
     }
 
 
