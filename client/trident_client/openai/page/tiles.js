@@ -3,7 +3,7 @@
 import { byId, element, percent, short, whole } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const HISTORY = 60; // values in a small curve, one a second
+const HISTORY = 40; // values in a small curve, one a second
 const RATE_SECONDS = 5; // over which speeds are taken
 
 const GENERATED = "vllm:generation_tokens_total";
