@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_paths_and_methods_that_are_not_there(gateway: RunningGateway) -> None:
     assert gateway.post("/v1/embeddings", {"input": "x"}).json()["error"]["code"] == (
         "unsupported_endpoint"
     )
+
+
+def test_the_description_is_of_what_is_read(gateway: RunningGateway) -> None:
+    described = gateway.get("/openapi.json").json()
+    for path, operations in described["paths"].items():
+        for method in operations:
+            answer = gateway.post(path, {}) if method == "post" else gateway.get(path)
+            assert answer.status_code in (200, 400), path
+    schemas = described["components"]["schemas"]
+    reference = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
+    name = reference["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert schemas[name]["required"] == ["prompt"]
+    assert schemas[name]["properties"]["max_tokens"]["default"] == 16
+    text = json.dumps(described)
+    targets = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert targets <= set(schemas)
 
 
 def test_models(client: OpenAI) -> None:

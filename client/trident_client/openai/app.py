@@ -23,6 +23,7 @@ from trident_client.openai.gateway import Gateway
 from trident_client.openai.http import ClientGone, JSONAnswer
 from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
+from trident_client.openai.openapi import document
 from trident_client.openai.responses import responses
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 from trident_client.openai.tokenize import detokenize, tokenize
@@ -30,6 +31,7 @@ from trident_client.openai.web_page import WebPage, stats
 
 __all__ = ["create_app", "from_environment"]
 
+_VERSION = importlib.metadata.version("trident-client")
 Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -49,7 +51,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
         yield
         await gateway.close()
 
-    # Its own description of the paths would need no key, and they are OpenAI's.
+    # FastAPI's own description would need no key, and knows nothing of the bodies.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     _add_endpoints(app, gateway, metrics)
     page = WebPage(needs_key=bool(keys)) if settings.page else None
@@ -92,6 +94,7 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
         "/health/live": _health,
         "/health/ready": _ready,
         "/version": _version,
+        "/openapi.json": _openapi,
     }
 
     def add(path: str, method: str, endpoint: Endpoint) -> None:
@@ -189,7 +192,11 @@ async def _is_ready(gateway: Gateway, name: str) -> bool:
 
 
 async def _version(gateway: Gateway, request: Request) -> Response:
-    return JSONAnswer({"version": importlib.metadata.version("trident-client")})
+    return JSONAnswer({"version": _VERSION})
+
+
+async def _openapi(gateway: Gateway, request: Request) -> Response:
+    return JSONAnswer(document(_VERSION))
 
 
 async def _embeddings(gateway: Gateway, request: Request) -> Response:
