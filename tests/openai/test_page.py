@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.client.fake_server import FakeServer
@@ -26,21 +27,22 @@ def guarded(server: FakeServer, tmp_path: Path) -> Iterator[RunningGateway]:
 def test_every_file_is_served_with_its_type_and_guards(gateway: RunningGateway) -> None:
     names = sorted(path.name for path in FOLDER.iterdir())
     assert {"index.html", "main.js", "base.css", "icon.svg"} <= set(names)
-    for name in names:
-        path = "/" if name == "index.html" else f"/page/{name}"
-        answer = gateway.get(path)
-        assert answer.status_code == 200, path
-        assert answer.content == (FOLDER / name).read_bytes()
-        expected = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
-        assert answer.headers["content-type"].startswith(
-            expected.get(name.rpartition(".")[2], "image/svg+xml")
-        )
-        policy = answer.headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "script-src 'self';" in policy
-        assert "unsafe" not in policy
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["x-frame-options"] == "DENY"
+    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+        for name in names:
+            path = "/" if name == "index.html" else f"/page/{name}"
+            answer = client.get(path)
+            assert answer.status_code == 200, path
+            assert answer.content == (FOLDER / name).read_bytes()
+            expected = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+            assert answer.headers["content-type"].startswith(
+                expected.get(name.rpartition(".")[2], "image/svg+xml")
+            )
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "script-src 'self';" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["x-frame-options"] == "DENY"
 
 
 def test_nothing_else_is_served(gateway: RunningGateway) -> None:
