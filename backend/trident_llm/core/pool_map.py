@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from trident_llm.core.block_pool import Block, BlockPool
 
-MAX_SHOWN = 8192
-"""Blocks looked at: a pool of any size takes about a millisecond."""
+MAX_SHOWN = 4096
+"""Blocks looked at: a pool of any size takes about a millisecond of a step's time."""
 
 
 class PoolMap(NamedTuple):
