@@ -214,7 +214,7 @@ _LARGE_HEAD = ApiError(
 
 def _head_bytes(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
-    return headers + len(scope["raw_path"]) + len(scope["query_string"])
+    return headers + len(scope.get("raw_path") or b"") + len(scope["query_string"])
 
 
 def _too_many_tokens(seconds: int) -> ApiError:

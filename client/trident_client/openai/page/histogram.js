@@ -27,7 +27,7 @@ export function showHistogram(id, metrics, name) {
   });
   const words = [
     `mean ${seconds(sum / count)}`, `half ${boundWords(quantile(buckets, count, 0.5))}`,
-    `95 % ${boundWords(quantile(buckets, count, 0.95))}`, `${whole(count)} values`,
+    `95 % ${boundWords(quantile(buckets, count, 0.95))}`, `${whole(count)} value${count === 1 ? "" : "s"}`,
   ].join(" · ");
   bars.setAttribute("role", "img");
   bars.setAttribute("aria-label", words);

@@ -11,6 +11,7 @@ export async function askForKey(message = "") {
   if (!dialog.open) dialog.showModal();
   await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
   const given = byId("key").value.trim();
+  if (!given && hasKey()) return; // left as it was
   if (!given) return askForKey("Type the key, or ask whoever runs this gateway for one.");
   setKey(given);
   try {
