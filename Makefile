@@ -21,6 +21,12 @@ NUMPY := $(if $(SERVER),'numpy<2')
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 
+# The browser that tests of the web page use; only root can install it, and only from Debian.
+BROWSER = { command -v chromium && command -v chromedriver; } >/dev/null || { \
+  test "$$(id -u)" = 0 && command -v apt-get && timeout 600 apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+  timeout 600 apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core; \
+  } >$(VENV)/browser.log 2>&1 </dev/null
+
 # $(call phase,NAME,COMMANDS): runs COMMANDS with their output in a log and tells how long they took.
 define phase
 @mkdir -p $(VENV); began=$$(date +%s%N); log=$(VENV)/$(1).log; \
@@ -129,4 +135,5 @@ $(VENV)/.kernels: $(VENV)/.installed $(wildcard kernels/trident_kernels/cpu/*.py
 
 $(VENV)/.dev: $(VENV)/.kernels
 	$(call phase,tools,$(PIP) -e '.[dev]' $(NUMPY))
+	@$(BROWSER) || echo 'note: chromium and chromedriver are not here, so the tests of the web page are skipped'
 	@touch $@

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from perf import http_stream, options, report, worker, workloads
 from perf.metrics import Trace, summarize
@@ -62,11 +63,14 @@ async def run_http(
     specs: Sequence[RequestSpec], url: str, model: str = MODEL_NAME
 ) -> tuple[list[Trace], float]:
     """Over HTTP, one connection per request."""
+    return await run(specs, partial(http_stream.generate, url, model))
 
-    async def stream(spec: RequestSpec) -> list[tuple[float, int]]:
-        return await http_stream.generate(url, model, spec)
 
-    return await run(specs, stream)
+async def run_gateway(
+    specs: Sequence[RequestSpec], url: str, model: str = MODEL_NAME
+) -> tuple[list[Trace], float]:
+    """Through a gateway for OpenAI's API, one connection per request."""
+    return await run(specs, partial(http_stream.complete, url, model))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,7 +32,9 @@ ALLOWED = {
     },
     "kernels/trident_kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "client/trident_client": {"tritonclient", "grpc", "numpy", "google.protobuf"},
-    "client/trident_client/openai": {"trident_client", "fastapi", "starlette", "pydantic", "uvicorn"},
+    "client/trident_client/openai": {
+        "trident_client", "fastapi", "starlette", "pydantic", "uvicorn", "h11",
+    },
 }  # fmt: skip
 
 # Modules that a process loads before it knows whether it needs torch.

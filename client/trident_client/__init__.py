@@ -11,6 +11,7 @@ Hel|lo th|ere|
 """
 
 from trident_client._channel import TLS, Keepalive, RetryPolicy
+from trident_client._request_ids import request_id
 from trident_client.aio import AsyncClient, AsyncStream
 from trident_client.client import Client, Stream
 from trident_client.errors import (
@@ -64,4 +65,5 @@ __all__ = [
     "Unavailable",
     "UnsupportedFeature",
     "Usage",
+    "request_id",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from trident_client._channel import Settings
+from trident_client._request_ids import request_id as current_request_id
 from trident_client.errors import (
     Cancelled,
     ConnectionFailed,
@@ -71,7 +72,7 @@ class Exchange:
         self._timeout = settings.deadline(timeout)
         self._deadline = None if self._timeout is None else clock() + self._timeout
         self._attempts = 0
-        self.request_id = request_id or uuid.uuid4().hex
+        self.request_id = request_id or current_request_id.get() or uuid.uuid4().hex
         self.started = False
         self.final = False
         self.cancelled = False

@@ -15,7 +15,7 @@ from trident_client import _request
 from trident_client._aio_connection import AsyncCall, AsyncConnection, last_response
 from trident_client._channel import TLS, Keepalive, RetryPolicy, Settings
 from trident_client._request import Prompt, Prompts
-from trident_client.results import Collector, Delta, Embeddings, ModelInfo, Result
+from trident_client.results import Collector, Delta, Embeddings, ModelInfo, Result, Usage
 
 __all__ = ["AsyncClient", "AsyncStream"]
 
@@ -61,6 +61,11 @@ class AsyncStream:
     def request_id(self) -> str:
         """The id under which the server knows the request."""
         return self._call.exchange.request_id
+
+    @property
+    def usage(self) -> Usage:
+        """The request's tokens so far, also of one that was cancelled or failed."""
+        return self._collector.usage
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return _Iteration(self)

@@ -14,7 +14,7 @@ from trident_client import _request
 from trident_client._channel import TLS, Keepalive, RetryPolicy, Settings
 from trident_client._connection import Call, Connection, last_response
 from trident_client._request import BuildInputs, Prompt, Prompts
-from trident_client.results import Collector, Delta, Embeddings, ModelInfo, Result
+from trident_client.results import Collector, Delta, Embeddings, ModelInfo, Result, Usage
 
 __all__ = ["Client", "Stream"]
 
@@ -43,6 +43,11 @@ class Stream:
     def request_id(self) -> str:
         """The id under which the server knows the request."""
         return self._call.exchange.request_id
+
+    @property
+    def usage(self) -> Usage:
+        """The request's tokens so far, also of one that was cancelled or failed."""
+        return self._collector.usage
 
     def __iter__(self) -> Iterator[Delta]:
         # A generator, because a `for` that is left drops it, and only it: that is when to cancel.

@@ -29,12 +29,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate at one position. `rank` is 1 for the most likely token of the vocabulary."""
+    """One candidate at one position. `rank` is 1 for the most likely token of the vocabulary.
+
+    `token_bytes` is there where the token is only part of a character, so that `decoded_token` cannot
+    tell it, and the server does.
+    """
 
     token_id: int
     logprob: float
     rank: int | None
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 Logprobs = tuple[tuple[Logprob, ...], ...]
@@ -194,7 +199,13 @@ def _parse_prompt_logprobs(text: str) -> PromptLogprobs | None:
 
 def _candidates(position: Mapping[str, Any]) -> tuple[Logprob, ...]:
     return tuple(
-        Logprob(int(token), entry["logprob"], entry.get("rank"), entry.get("decoded_token"))
+        Logprob(
+            int(token),
+            entry["logprob"],
+            entry.get("rank"),
+            entry.get("decoded_token"),
+            bytes(entry["bytes"]) if "bytes" in entry else None,
+        )
         for token, entry in position.items()
     )
 
@@ -257,10 +268,18 @@ class Collector:
     def result(self, request_id: str) -> Result:
         """All that was fed."""
         choices = [sequence.choice(index) for index, sequence in sorted(self._sequences.items())]
-        usage = Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
         return Result(
-            tuple(choices) or (Choice(""),), usage, request_id, self._prompt_logprobs, self._times
+            tuple(choices) or (Choice(""),),
+            self.usage,
+            request_id,
+            self._prompt_logprobs,
+            self._times,
         )
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
 
     def _count(self, response: Response) -> None:
         for number in response.numbers("num_input_tokens"):

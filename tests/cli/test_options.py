@@ -12,6 +12,7 @@ import pytest
 from trident_llm.cli.errors import CommandError
 from trident_llm.cli.main import build_parser
 from trident_llm.cli.options import ServeOptions, serve_options
+from trident_llm.cli.usage import usage_lines
 from trident_llm.core.config import EngineConfig, parse_engine_config, setting_help
 
 
@@ -114,6 +115,16 @@ def test_a_gateway_only_if_asked_for() -> None:
     assert options.openai_args == ("--api-key-file", "a b", "--workers", "2")
     with pytest.raises(CommandError, match="needs --openai-port"):
         parse("--openai-args=--workers 2")
+
+
+def test_the_page_is_named_where_there_is_one() -> None:
+    def named(*arguments: str) -> bool:
+        return any("http://localhost:9000/" in line and "browser" in line
+                   for line in usage_lines(parse(*arguments)))  # fmt: skip
+
+    assert named("--openai-port=9000")
+    assert not named("--openai-port=9000", "--openai-args=--no-page")
+    assert not named()
 
 
 @pytest.mark.parametrize("option", ["--model=x", "--max-num-seqs=8", "--no-enable-prefix-caching"])

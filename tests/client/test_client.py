@@ -30,6 +30,7 @@ from trident_client import (
     Unavailable,
     UnsupportedFeature,
     Usage,
+    request_id,
 )
 
 from .conftest import QUICK
@@ -98,6 +99,22 @@ def test_leaving_the_with_cancels_on_the_server(server: FakeServer, client: Clie
     assert request.cancelled()
     with pytest.raises(Cancelled):
         next(stream)
+
+
+def test_what_was_used_until_a_cancel_is_known(server: FakeServer, client: Client) -> None:
+    with client.stream("Hi") as stream:
+        assert stream.usage.prompt_tokens is None
+        next(iter(stream))
+    assert (stream.usage.prompt_tokens, stream.usage.completion_tokens) == (5, 1)
+
+
+def test_a_thread_may_name_its_requests(server: FakeServer, client: Client) -> None:
+    token = request_id.set("order-17")
+    client.generate("Hi")
+    request_id.reset(token)
+    client.generate("Hi")
+    named, other = [request.proto.id for request in server.requests]
+    assert named == "order-17" != other
 
 
 def test_leaving_the_for_cancels_on_the_server(server: FakeServer, client: Client) -> None:

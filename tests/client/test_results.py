@@ -13,7 +13,12 @@ from trident_client.wire import parse_response
 
 from .fake_server import message
 
-LOGPROBS = [{"7": {"logprob": -0.1, "rank": 1, "decoded_token": "a"}, "9": {"logprob": -2.5}}]
+LOGPROBS = [
+    {
+        "7": {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+        "9": {"logprob": -2.5, "bytes": [226, 128]},
+    }
+]
 
 
 def collect(*messages: object) -> tuple[list[Delta], Result]:
@@ -83,9 +88,10 @@ def test_logprobs() -> None:
     first, second = deltas[0].logprobs[0]
     assert (first.token_id, first.logprob, first.rank, first.decoded_token) == (7, -0.1, 1, "a")
     assert (second.token_id, second.rank) == (9, None)
+    assert (first.token_bytes, second.token_bytes) == (None, b"\xe2\x80")
     assert result.logprobs == deltas[0].logprobs * 2
     assert collect(message(text_output=["a"], logprobs=["null"]))[1].logprobs is None
-    for bad in ("{", "[3]", '[{"x": {}}]'):
+    for bad in ("{", "[3]", '[{"x": {}}]', '[{"7": {"logprob": 0, "bytes": [300]}}]'):
         with pytest.raises(ServerError, match="logprobs"):
             collect(message(text_output=["a"], logprobs=[bad]))
 

@@ -50,6 +50,11 @@ class RunningGateway:
     def _run(self) -> None:
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
+    @property
+    def open_connections(self) -> int:
+        """Connections that have a place in the gateway's memory."""
+        return len(self._server.server_state.connections)
+
     def openai(self, **options: Any) -> OpenAI:
         """OpenAI's own client, which does not repeat requests by itself."""
         return OpenAI(

@@ -37,6 +37,7 @@ def _logprobs(request: Request, tokens: Sequence[str], n: int) -> dict[str, list
         {
             str(index): {"logprob": -0.5, "rank": 2, "decoded_token": token},
             "99": {"logprob": -0.25, "rank": 1, "decoded_token": "é"},
+            "98": {"logprob": -0.75, "rank": 3, "decoded_token": "\ufffd", "bytes": [0xC3]},
         }
         for index, token in enumerate(tokens)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,12 @@ def test_bodies_that_are_no_request(
     assert server.requests == []
 
 
-def test_a_header_without_end_is_refused(server: FakeServer, gateway: RunningGateway) -> None:
+def test_a_large_head_is_refused(server: FakeServer, gateway: RunningGateway) -> None:
     with gateway.connect("/v1/completions", b"{}", headers=f"X: {'x' * 20_000}\r\n") as connection:
-        assert connection.recv(4096).startswith(b"HTTP/1.1 4")
+        assert connection.recv(4096).startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    answer = gateway.get("/health", headers={"X": "x" * 20_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
+    assert gateway.get("/health?" + "x" * 20_000).status_code == 431
 
 
 def test_a_body_must_be_called_json(server: FakeServer, gateway: RunningGateway) -> None:
@@ -140,6 +144,22 @@ def test_paths_and_methods_that_are_not_there(gateway: RunningGateway) -> None:
     answer = gateway.get("/v1/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["message"]
+
+
+def test_the_description_is_of_what_is_read(gateway: RunningGateway) -> None:
+    described = gateway.get("/openapi.json").json()
+    for path, operations in described["paths"].items():
+        for method in operations:
+            answer = gateway.post(path, {}) if method == "post" else gateway.get(path)
+            assert answer.status_code in (200, 400), path
+    schemas = described["components"]["schemas"]
+    reference = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
+    name = reference["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert schemas[name]["required"] == ["prompt"]
+    assert schemas[name]["properties"]["max_tokens"]["default"] == 16
+    text = json.dumps(described)
+    targets = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert targets <= set(schemas)
 
 
 def test_models(client: OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,7 +11,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import FakeServer, Request, Script, hello, message
 from tests.openai.running import RunningGateway
 from tests.openai.scripts import failing, saying
 
@@ -83,7 +84,7 @@ def test_every_choice_has_a_role_and_one_reason(server: FakeServer, client: Open
 def test_logprobs(server: FakeServer, client: OpenAI, stream: bool) -> None:
     server.script = saying("ab", "\N{REPLACEMENT CHARACTER}")
     answer: Any = client.chat.completions.create(
-        model="llm", messages=USER, logprobs=True, top_logprobs=1, stream=stream
+        model="llm", messages=USER, logprobs=True, top_logprobs=3, stream=stream
     )
     parts = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
     tokens = [token for part in parts if part is not None for token in part.content]
@@ -92,9 +93,74 @@ def test_logprobs(server: FakeServer, client: OpenAI, stream: bool) -> None:
     ]  # fmt: skip
     # Part of a character has bytes that nobody told us.
     assert [token.bytes for token in tokens] == [[97, 98], None]
-    (top,) = tokens[0].top_logprobs
+    top, _, part = tokens[0].top_logprobs
     assert (top.token, top.bytes, top.logprob) == ("é", [0xC3, 0xA9], -0.25)
-    assert server.requests[0].sampling["logprobs"] == 1
+    assert (part.token, part.bytes) == ("\N{REPLACEMENT CHARACTER}", [0xC3])
+    assert server.requests[0].sampling["logprobs"] == 3
+
+
+def thinking(text: str, limit: int = 1000) -> Script:
+    """Says `text` a character a token, whose ids the fake server's tokenizer knows."""
+
+    def script(request: Request) -> Iterator[Any]:
+        if "control" in request.inputs:
+            yield from hello(request)
+            return
+        n = request.sampling.get("n", 1)
+        parts = [text[at : at + 4] for at in range(0, len(text), 4)]
+        for number, part in enumerate(parts if request.inputs["stream"] else [text]):
+            last = number == len(parts) - 1 or not request.inputs["stream"]
+            ids = {} if n > 1 else {"token_ids": [ord(character) for character in part]}
+            yield message(
+                text_output=[part] * n, finish_reason=["stop" if last else "None"] * n,
+                num_input_tokens=[5], num_output_tokens=[len(part)] * n, final=last, **ids,
+            )  # fmt: skip
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "n", "expected"),
+    [
+        ("<think>ab</think>\n\nyes", 1, 17),
+        ("<think>ab</think>yes", 2, 34),
+        ("<think>without an end", 1, 21),
+        ("no thoughts </think> here", 1, 0),
+    ],
+)
+def test_the_tokens_of_reasoning_are_counted(
+    server: FakeServer, client: OpenAI, text: str, n: int, expected: int, stream: bool
+) -> None:
+    server.script = thinking(text)
+    options: Any = {"stream_options": {"include_usage": True}} if stream else {}
+    answer: Any = client.chat.completions.create(
+        model="llm", messages=USER, n=n, stream=stream, **options
+    )
+    usage = list(answer)[-1].usage if stream else answer.usage
+    assert usage.completion_tokens == n * len(text)
+    assert usage.completion_tokens_details.reasoning_tokens == expected
+    counted = client.responses.create(model="llm", input="Hi").usage
+    assert counted is not None
+    assert counted.output_tokens_details.reasoning_tokens == expected // n
+
+
+def test_an_answer_is_not_lost_where_reasoning_cannot_be_counted(
+    server: FakeServer, client: OpenAI
+) -> None:
+    script = thinking("<think>ab</think>yes")
+
+    def refusing(request: Request) -> Iterator[Any]:
+        if "control" in request.inputs:
+            yield message(error="UNAVAILABLE queue: is full", final=True)
+        else:
+            yield from script(request)
+
+    server.script = refusing
+    answer = client.chat.completions.create(model="llm", messages=USER)
+    assert answer.choices[0].message.content == "yes"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is None
 
 
 def test_the_template_is_told_what_it_may_know(server: FakeServer, gateway: RunningGateway) -> None:

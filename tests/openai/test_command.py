@@ -37,13 +37,14 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         "--url=server:1", "--model=a", "--model=b", "--model=a", "--host=0.0.0.0", "--port=2",
         "--workers=3", "--api-key-file=keys", "--max-requests-per-key=4", "--max-body-bytes=5",
         "--cors-origin=https://x", "--metrics-url=http://y", "--tool-parser=mistral",
-        "--reasoning-parser=open", "--tls", "--timeout=6", "--header=k:v", "--stop-at-eof",
+        "--reasoning-parser=open", "--tls", "--timeout=6", "--header=k:v", "--no-page", "--max-tokens-per-minute-per-key=7", "--stop-at-eof",
         monkeypatch=monkeypatch,
     )  # fmt: skip
     assert settings == GatewaySettings(
         url="server:1", models=("a", "b"), host="0.0.0.0", port=2, workers=3, api_key_file="keys",
         max_requests_per_key=4, max_body_bytes=5, cors_origins=("https://x",),
-        metrics_url="http://y", tool_parser="mistral", reasoning_parser="open", tls=True, timeout=6,
+        metrics_url="http://y", tool_parser="mistral", reasoning_parser="open", tls=True, timeout=6, page=False,
+        max_tokens_per_minute_per_key=7,
         headers=(("k", "v"),), stop_at_eof=True,
     )  # fmt: skip
     assert GatewaySettings.from_json(settings.to_json()) == settings

@@ -101,7 +101,7 @@ def test_logprobs(server: FakeServer, client: OpenAI, stream: bool) -> None:
     assert [token for part in parts for token in part.tokens] == ["ab", "c"]
     assert [offset for part in parts for offset in part.text_offset] == [0, 2]
     assert [each for part in parts for each in part.token_logprobs] == [-0.5, -0.5]
-    assert parts[0].top_logprobs[0] == {"ab": -0.5, "é": -0.25}
+    assert parts[0].top_logprobs[0] == {"ab": -0.5, "é": -0.25, "\ufffd": -0.75}
     assert server.requests[0].sampling["logprobs"] == 1
 
 

@@ -120,10 +120,29 @@ def test_choices_echo_and_logprobs(client: OpenAI) -> None:
     assert len(content) == 4
     for token in content:
         assert bytes(token.bytes or []).decode() == token.token
+        assert all(top.bytes for top in token.top_logprobs)
         assert [top.logprob for top in token.top_logprobs] == sorted(
             (top.logprob for top in token.top_logprobs), reverse=True
         )
         assert token.token == token.top_logprobs[0].token  # greedy
+
+
+def test_the_bytes_of_a_characters_parts_are_told(client: OpenAI) -> None:
+    """Forced to write characters that the model has no token for, it writes their bytes."""
+    text = "𒀀𒁀"
+    try:
+        answer = client.chat.completions.create(
+            model="llm", messages=USER, max_tokens=40, temperature=0, logprobs=True,
+            extra_body={"guided_choice": [text]},
+        )  # fmt: skip
+    except openai.BadRequestError as error:
+        _skip_without_grammars(error)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert any("\N{REPLACEMENT CHARACTER}" in token.token for token in tokens)
+    data = b"".join(bytes(token.bytes or []) for token in tokens)
+    assert data.removesuffix(b"<|im_end|>") == text.encode()
 
 
 def test_a_prompt_is_scored_like_a_continuation(client: OpenAI) -> None:

@@ -14,6 +14,7 @@ from perf import analyzer, serving, tools
 from perf.analyzer import Load, Shape
 from perf.workloads import RequestSpec
 from tests.e2e.server import RunningServer
+from tests.openai.running import RunningGateway
 from tests.perf.mixed_run import SPECS, check
 
 pytestmark = pytest.mark.e2e
@@ -64,6 +65,14 @@ def test_http(tiny_server: RunningServer) -> None:
     check(*asyncio.run(serving.run_http(SPECS, url)))
     with pytest.raises(RuntimeError, match="INVALID_ARG"):
         asyncio.run(serving.run_http([RequestSpec((5,), 100_000)], url))
+
+
+def test_gateway(tiny_server: RunningServer) -> None:
+    with RunningGateway(f"localhost:{tiny_server.grpc_port}") as gateway:
+        url = gateway.url.removeprefix("http://")
+        check(*asyncio.run(serving.run_gateway(SPECS, url)))
+        with pytest.raises(RuntimeError, match="max_tokens"):
+            asyncio.run(serving.run_gateway([RequestSpec((5,), 100_000)], url))
 
 
 def tensor(name: str, values: list[object], datatype: str) -> stock.InferInput:

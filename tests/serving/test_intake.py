@@ -89,6 +89,7 @@ class Compiler:
 class Door:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.loop, self.responder, self.compiler = Loop(), Responder(), Compiler()
+        self.counting, self.go_on = threading.Semaphore(0), threading.Event()
         facts = ModelFacts(
             tokenizer, None, 200, 8, 20, 16, 400, tokenizer.vocab_size, SamplingParams()
         )
@@ -96,10 +97,21 @@ class Door:
             facts,
             self.loop,  # type: ignore[arg-type]
             self.responder,  # type: ignore[arg-type]
-            stats=dict,
+            stats=self._stats,
             grammars=self.compiler,  # type: ignore[arg-type]
         )
         self.intake.start()
+
+    def _stats(self, detailed: bool) -> dict[str, Any]:
+        self.counting.release()
+        assert self.go_on.wait(30)
+        return {"detailed": detailed}
+
+    def control(self, name: str, **operation: Any) -> RequestHandle:
+        handle = RequestHandle(name, None)
+        tensors = {"control": np.array([json.dumps(operation).encode()], np.object_)}
+        self.intake.put(handle, RawRequest(tensors, ""))
+        return handle
 
     def send(self, name: str, **sampling: Any) -> RequestHandle:
         handle = RequestHandle(name, None)
@@ -118,6 +130,7 @@ def door(tmp_path: Path) -> Iterator[Door]:
     door = Door(Tokenizer.from_folder(tmp_path))
     yield door
     door.compiler.go_on.set()
+    door.go_on.set()
     door.intake.stop()
     assert door.intake.num_waiting == 0
 
@@ -180,6 +193,26 @@ def test_prompts_and_bad_words_pass_the_door_as_the_request_asks(door: Door) -> 
     long = door.send("long", truncate_prompt_tokens=1, max_tokens=199)
     door.loop.wait_for("long")  # with its whole prompt it would not fit
     assert long.params is not None and long.params.max_tokens == 199
+
+
+def test_looking_at_the_queue_makes_it_no_longer(door: Door) -> None:
+    door.control("look", op="stats", detail=True)
+    assert door.counting.acquire(timeout=30)
+    assert door.intake.num_waiting == 0  # though the operation waits for the engine
+    door.go_on.set()
+    answer = json.loads(door.responder.wait_for("look")["control_output"][0])
+    assert answer == {"detailed": True}
+    door.control("wrong", op="stats", detail="yes")
+    assert str(door.responder.wait_for("wrong")).startswith("INVALID_ARG control.detail: ")
+
+
+def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes(door: Door) -> None:
+    euro = door.intake._facts.tokenizer.encode("€", add_special_tokens=False)
+    parts = [door.intake._token_text(token_id) for token_id in euro]
+    assert len(parts) > 1
+    assert b"".join(part.data or b"" for part in parts) == "€".encode()
+    (whole,) = door.intake._facts.tokenizer.encode("a", add_special_tokens=False)
+    assert door.intake._token_text(whole) == ("a", None)
 
 
 def spec_of(pattern: str) -> GrammarSpec:

@@ -117,6 +117,25 @@ def test_a_dead_engine_is_told_outside_of_any_phase(
     assert later.message.startswith("UNAVAILABLE engine: has failed")
 
 
+def test_the_log_names_requests_as_their_clients_do(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("trident").addHandler(caplog.handler)
+    executor = setup.model._engine._executor
+    launch = executor.launch
+
+    def fail(*args: Any) -> Any:
+        executor.launch = launch  # type: ignore[method-assign]
+        raise RuntimeError("the device stumbled")
+
+    executor.launch = fail  # type: ignore[method-assign]
+    request = Request("hello", {"max_tokens": 2})
+    request.caller_id = "order-17:a"
+    setup.model.execute([request])
+    wait_for(lambda: request.sender.finals, "the request ends")
+    assert " (order-17:a) ended with INTERNAL engine: a step failed" in caplog.text
+
+
 def test_a_prompt_is_truncated_to_its_end(setup: Setup) -> None:
     text = "one two three four five six seven eight nine ten eleven twelve"
     ids = setup.model._intake._encode_text(text)
@@ -126,8 +145,12 @@ def test_a_prompt_is_truncated_to_its_end(setup: Setup) -> None:
     sampling = {"max_tokens": 6, "truncate_prompt_tokens": 5}
     cut = setup.answer(text, sampling, return_token_ids=True, return_num_input_tokens=True)
     assert cut["num_input_tokens"].tolist() == [5]
-    kept = setup.model._intake._piece
-    tail = setup.answer("".join(map(kept, ids[-5:])), {"max_tokens": 6}, return_token_ids=True)
+    kept = setup.model._intake._token_text
+    tail = setup.answer(
+        "".join(kept(token_id).text for token_id in ids[-5:]),
+        {"max_tokens": 6},
+        return_token_ids=True,
+    )
     assert cut["token_ids"].tolist() == tail["token_ids"].tolist()
     # What is too long as a whole fits once it is cut to what the model holds.
     longest = text * 10
@@ -144,7 +167,7 @@ def test_bad_words_are_words_of_the_models_tokenizer(setup: Setup) -> None:
     free = setup.answer("hello", sampling, return_token_ids=True)["token_ids"].tolist()
     encode = setup.model._intake._facts.tokenizer.encode
     banned = next(
-        word for word in map(setup.model._intake._piece, free)
+        word for word, _ in map(setup.model._intake._token_text, free)
         if encode(word, add_special_tokens=False) in [[token_id] for token_id in free]
     )  # fmt: skip
     (token_id,) = encode(banned, add_special_tokens=False)

@@ -49,6 +49,7 @@ def test_prompts_are_not_logged(
     cancelled.sender.cancelled = True
     unsendable = Request(prompt, {"max_tokens": 4})
     unsendable.sender.failing = 2
+    unsendable.caller_id = f"id with {MARK}"  # not of an id's form
     setup.model.execute([cancelled, unsendable])
     wait_for(lambda: cancelled.sender.finals, "the cancelled one ends")
     wait_for(lambda: not setup.model.is_ready(), "the other one has failed")

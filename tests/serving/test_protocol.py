@@ -17,6 +17,7 @@ from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
     ResponseBuilder,
+    TokenText,
     check_prompt_logprobs,
     output_bytes,
     parse_request,
@@ -126,7 +127,7 @@ def output(*deltas: SequenceDelta, finished: bool = False) -> RequestOutput:
 
 
 def build(parsed: ParsedRequest, *outputs: RequestOutput) -> list[dict[str, Any]]:
-    builder = ResponseBuilder(parsed, lambda token_id: f"<{token_id}>")
+    builder = ResponseBuilder(parsed, lambda token_id: TokenText(f"<{token_id}>"))
     return [builder.tensors(item) for item in outputs]
 
 
@@ -168,6 +169,9 @@ def test_logprobs_are_json_for_the_new_tokens() -> None:
     (token,) = json.loads(tensors["logprobs"][0])
     assert token["7"] == {"logprob": -1.5, "rank": 2, "decoded_token": "<7>"}
     assert token["9"]["rank"] == 1
+    builder = ResponseBuilder(parsed, lambda token_id: TokenText("\ufffd", bytes([0xE2, token_id])))
+    (token,) = json.loads(builder.tensors(output(delta))["logprobs"][0])
+    assert token["7"]["bytes"] == [0xE2, 7]
     assert tensors["cumulative_logprob"].tolist() == [-1.5]
 
 

@@ -22,6 +22,7 @@ from trident_llm.serving.protocol import (
     MAX_RESPONSE_BYTES,
     RawRequest,
     ResponseBuilder,
+    TokenText,
     parse_request,
 )
 from trident_llm.serving.responder import TIMED_OUT, RequestHandle, Responder
@@ -68,7 +69,7 @@ class Setup:
         tensors["stream"] = np.array([stream])
         parsed = parse_request(RawRequest(tensors, ""), SamplingParams())
         handle = RequestHandle(request_id, Sender(), stream=stream)
-        handle.builder = ResponseBuilder(parsed, str)
+        handle.builder = ResponseBuilder(parsed, lambda token_id: TokenText(str(token_id)))
         self.responder.register(handle)
         return handle
 

@@ -27,6 +27,8 @@ def usage_lines(options: ServeOptions) -> list[str]:
             f"  curl -s localhost:{options.openai_port}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{chat}'",
         ]
+        if "--no-page" not in options.openai_args:
+            openai.append(f"  in a browser: http://localhost:{options.openai_port}/")
     embed = []
     if options.embedding_model is not None:
         url_of_embed = f"localhost:{options.http_port}/v2/models/{EMBEDDING_MODEL_NAME}"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trident")
 
+NUM_RECENT_STEPS = 256  # whose sizes are kept
+
 NOTHING_TO_SAMPLE = RequestError(
     ErrorCode.INVALID_ARG,
     "sampling_parameters",
@@ -75,9 +77,11 @@ class Engine:
         self._tokenizer = tokenizer
         self._depth = launch_depth
         self._launched: deque[Any] = deque()
-        self._active: dict[str, ActiveRequest] = {}
+        self.active: dict[str, ActiveRequest] = {}  # by request id; others only read it
         self._ended: list[RequestOutput] = []  # outputs made outside a step's results
         self._failed_steps = 0
+        # For who watches: step, sequences that computed one token, several tokens, tokens in all.
+        self.recent_steps: deque[tuple[int, int, int, int]] = deque(maxlen=NUM_RECENT_STEPS)
         self.num_moves = 0  # steps launched, settled or failed: it gets on as long as this grows
 
     def add(
@@ -92,7 +96,7 @@ class Engine:
             arrival: its ``time.monotonic()``, now if absent.
             grammar: what each of its sequences must follow.
         """
-        assert request.request_id not in self._active, "request ids are unique"
+        assert request.request_id not in self.active, "request ids are unique"
         active = ActiveRequest(request, self._tokenizer)
         if grammar is not None:
             params = request.params
@@ -101,25 +105,25 @@ class Engine:
             request.in_lockstep = True  # a mask needs the token before it
         if arrival is not None:
             active.times.arrival = arrival
-        self._active[request.request_id] = active
+        self.active[request.request_id] = active
         self.scheduler.add(request)
 
     def abort(self, request_id: str, error: RequestError = CANCELLED) -> None:
         """Ends a request with ``error``; unknown or ended ids are ignored."""
-        active = self._active.pop(request_id, None)
+        active = self.active.pop(request_id, None)
         if active is not None:
             self.scheduler.abort(active.request)
             self._ended.append(active.output({}, error))
 
     def abort_all(self, error: RequestError) -> None:
         """Ends every request with ``error``."""
-        for request_id in list(self._active):
+        for request_id in list(self.active):
             self.abort(request_id, error)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._active)
+        return len(self.active)
 
     @property
     def has_work(self) -> bool:
@@ -163,9 +167,12 @@ class Engine:
         if output.new_rows:
             now = time.monotonic()
             for seq in self.scheduler.running:
-                times = self._active[seq.request.request_id].times
+                times = self.active[seq.request.request_id].times
                 times.first_scheduled = times.first_scheduled or now
         self._launched.append(self._executor.launch(output, self._token_mask()))
+        num_single = sum(row.num_tokens == 1 for row in output.scheduled_rows)
+        num_several = len(output.scheduled_rows) - num_single
+        self.recent_steps.append((output.step, num_single, num_several, output.num_tokens))
         self.num_moves += 1
         return True
 
@@ -175,7 +182,7 @@ class Engine:
             (line, seq, grammar)
             for line, seq in enumerate(self.scheduler.newest_sampled)
             if seq.request.in_lockstep
-            and (grammar := self._active[seq.request.request_id].grammar) is not None
+            and (grammar := self.active[seq.request.request_id].grammar) is not None
         ]
         if not masked:
             return None
@@ -194,7 +201,7 @@ class Engine:
         deltas: dict[ActiveRequest, dict[int, SequenceDelta]] = {}
         for update in self.scheduler.update(result):
             seq = update.sequence
-            active = self._active.get(seq.request.request_id)
+            active = self.active.get(seq.request.request_id)
             if active is None:
                 continue  # another of its sequences has just failed
             if seq.finish_reason is FinishReason.ERROR:
@@ -217,13 +224,13 @@ class Engine:
             deltas.setdefault(active, {})[seq.index] = delta
         outputs = []
         for active, changed in deltas.items():
-            if active.request.request_id not in self._active:
+            if active.request.request_id not in self.active:
                 continue
             output = active.progress(changed)
             if output is not None:
                 outputs.append(output)
             if active.request.finished:
-                del self._active[active.request.request_id]
+                del self.active[active.request.request_id]
         return outputs
 
     def _recover(self) -> None:

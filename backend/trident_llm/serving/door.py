@@ -45,19 +45,20 @@ class Door:
     """A queue of raw requests and the threads that read them.
 
     Args:
-        stats: the snapshot that the ``stats`` control operation answers with.
+        stats: the snapshot that the ``stats`` control operation answers with, detailed or not.
     """
 
     least_chars_per_token = 1  # that a token can stand for, whatever the vocabulary says
 
     def __init__(
-        self, texts: TextFacts, responder: Responder, stats: Callable[[], dict[str, Any]]
+        self, texts: TextFacts, responder: Responder, stats: Callable[[bool], dict[str, Any]]
     ) -> None:
         self._texts = texts
         self._responder = responder
         self._stats = stats
         self._unread: Tasks = queue.SimpleQueue()
         self._num_waiting = 0
+        self._num_answering = 0  # control operations under way: of those, but nothing waits in them
         self._lock = threading.Lock()
         self._readers = [self._thread(self._unread, str(i)) for i in range(NUM_READERS)]
 
@@ -77,8 +78,8 @@ class Door:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not been handed on yet."""
-        return self._num_waiting
+        """Requests for the engine that have not been handed on yet."""
+        return self._num_waiting - self._num_answering
 
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         """Reads a request and hands it over, or answers it; raises what is wrong with it."""
@@ -107,7 +108,7 @@ class Door:
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
-                logger.exception("a request could not be taken in")
+                logger.exception("%s could not be taken in", handle.label)
                 self._responder.answer(handle, _UNEXPECTED)
             with self._lock:
                 self._num_waiting -= 1
@@ -141,6 +142,16 @@ class Door:
 
     # ---- control ----------------------------------------------------------------------------------
 
+    def _answer(self, handle: RequestHandle, control: Mapping[str, Any]) -> None:
+        """A snapshot waits for the end of a step; the queue must not look longer for being looked at."""
+        with self._lock:
+            self._num_answering += 1
+        try:
+            self._responder.answer(handle, self._control(control))
+        finally:
+            with self._lock:
+                self._num_answering -= 1
+
     def _control(self, control: Mapping[str, Any]) -> Tensors:
         """The answer to a ``control`` input."""
         operation = control.get("op")
@@ -149,7 +160,10 @@ class Door:
         elif operation == "detokenize":
             answer = self._detokenize(control)
         elif operation == "stats":
-            answer = self._stats()
+            detailed = control.get("detail", False)
+            if not isinstance(detailed, bool):
+                raise invalid("control.detail", "must be true or false")
+            answer = self._stats(detailed)
         else:
             raise invalid("control.op", "must be tokenize, detokenize or stats")
         text = json.dumps(answer, ensure_ascii=False).encode()

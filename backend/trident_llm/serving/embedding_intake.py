@@ -43,7 +43,7 @@ class EmbeddingIntake(Door):
         loop: EngineLoop[EmbeddingEngine],
         responder: Responder,
         *,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[bool], dict[str, Any]],
     ) -> None:
         super().__init__(facts, responder, stats)
         self._facts = facts
@@ -52,7 +52,7 @@ class EmbeddingIntake(Door):
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         parsed = parse_embedding_request(raw)
         if parsed.control is not None:
-            self._responder.answer(handle, self._control(parsed.control))
+            self._answer(handle, parsed.control)
             return
         ids = self._encode(parsed)
         check_text_length(len(ids), self._facts.max_model_len, parsed.field)

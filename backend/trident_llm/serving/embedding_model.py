@@ -82,7 +82,7 @@ class TritonPythonModel(ServedModel[EmbeddingEngine]):
             healthy=self._healthy,
         )
 
-    def _snapshot(self, engine: EmbeddingEngine) -> dict[str, Any]:
+    def _snapshot(self, engine: EmbeddingEngine, detailed: bool) -> dict[str, Any]:
         return {
             "num_requests": engine.num_requests,
             "num_running_seqs": engine.num_running,

@@ -26,6 +26,7 @@ from trident_llm.serving.protocol import (
     ParsedRequest,
     RawRequest,
     ResponseBuilder,
+    TokenText,
     check_prompt_logprobs,
     parse_request,
 )
@@ -56,7 +57,7 @@ class Intake(Door):
     """The door of a model that generates.
 
     Args:
-        stats: the snapshot that the ``stats`` control operation answers with.
+        stats: the snapshot that the ``stats`` control operation answers with, detailed or not.
         grammars: compiles what structured outputs follow. It may take seconds, so requests that
             need it wait on a thread of their own, and others never behind them.
         seed: makes the seeds given to requests without one repeatable; None draws them at random.
@@ -68,7 +69,7 @@ class Intake(Door):
         loop: EngineLoop[Engine],
         responder: Responder,
         *,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[bool], dict[str, Any]],
         grammars: GrammarCompiler,
         seed: int | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class Intake(Door):
     def _take_in(self, handle: RequestHandle, raw: RawRequest) -> None:
         parsed = parse_request(raw, self._facts.defaults)
         if parsed.control is not None:
-            self._responder.answer(handle, self._control(parsed.control))
+            self._answer(handle, parsed.control)
             return
         facts = self._facts
         prompt_ids = truncate_prompt(self._encode(parsed), parsed.params, facts.max_model_len)
@@ -112,7 +113,7 @@ class Intake(Door):
         )
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
-        handle.builder = ResponseBuilder(parsed, self._piece)
+        handle.builder = ResponseBuilder(parsed, self._token_text)
         handle.stream = parsed.stream
         handle.params = params
         request = Request(handle.request_id, prompt_ids, params, cache_salt=parsed.cache_salt)
@@ -133,8 +134,11 @@ class Intake(Door):
             # A cancel may have been seen before the engine knew the request.
             self._loop.abort(handle.request_id, handle.abort_error)
 
-    def _piece(self, token_id: int) -> str:
-        return self._facts.tokenizer.decode([token_id], skip_special_tokens=False)
+    def _token_text(self, token_id: int) -> TokenText:
+        tokenizer = self._facts.tokenizer
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        in_part = "\N{REPLACEMENT CHARACTER}" in text and tokenizer.byte_rules is not None
+        return TokenText(text, tokenizer.token_bytes(token_id) if in_part else None)
 
     def _encode(self, parsed: ParsedRequest) -> list[int]:
         """The prompt's token ids, at least one, all in the vocabulary."""

@@ -17,6 +17,7 @@ from trident_llm.core.errors import ConfigError
 from trident_llm.core.request import Request
 from trident_llm.core.sampling_params import SamplingParams, defaults_from_generation_config
 from trident_llm.engine.engine import Engine
+from trident_llm.engine.snapshot import counts, detail
 from trident_llm.serving.intake import Intake, ModelFacts
 from trident_llm.serving.metrics import EngineState, Metrics
 from trident_llm.serving.protocol import INPUTS, OUTPUTS
@@ -136,21 +137,8 @@ class TritonPythonModel(ServedModel[Engine]):
             recomputed_tokens=stats.recomputed_tokens,
         )
 
-    def _snapshot(self, engine: Engine) -> dict[str, Any]:
-        scheduler, pool = engine.scheduler, engine.scheduler.pool
-        return {
-            "num_requests": engine.num_requests,
-            "num_running_seqs": len(scheduler.running),
-            "num_waiting_seqs": len(scheduler.waiting),
-            "num_blocks": len(pool.blocks) - 1,
-            "num_held_blocks": pool.num_held,
-            "num_free_blocks": pool.num_free,
-            "num_cached_blocks": pool.num_cached,
-            "block_size": pool.block_size,
-            "max_model_len": scheduler.config.max_model_len,
-            "max_num_seqs": scheduler.config.max_num_seqs,
-            **vars(scheduler.stats),
-        }
+    def _snapshot(self, engine: Engine, detailed: bool) -> dict[str, Any]:
+        return {**counts(engine), **(detail(engine) if detailed else {})}
 
 
 def _describe_defaults(defaults: SamplingParams) -> str:
@@ -186,3 +174,4 @@ def _warm_up(engine: Engine) -> None:
                 raise ConfigError("the warm-up request did not end in 10 minutes")
     engine.scheduler.pool.reset_prefix_cache()
     engine.scheduler.reset_stats()
+    engine.recent_steps.clear()

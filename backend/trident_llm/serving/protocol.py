@@ -328,17 +328,26 @@ def strings(values: list[str]) -> Array:
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
+class TokenText(NamedTuple):
+    """A token by itself, as text; where it is only part of a character, its bytes if they are known."""
+
+    text: str
+    data: bytes | None = None
+
+
 def _logprobs_json(
-    tokens: Iterable[SequenceOf[TokenLogprob] | None], piece: Callable[[int], str]
+    tokens: Iterable[SequenceOf[TokenLogprob] | None], piece: Callable[[int], TokenText]
 ) -> str:
     """Log-probabilities as a list with an object per token, null where there are none."""
 
     def entry(logprob: TokenLogprob) -> dict[str, Any]:
+        text, data = piece(logprob.token_id)
         return {
             # JSON has no infinity: a token that was masked out has the floor.
             "logprob": max(logprob.logprob, -9999.0),
             "rank": logprob.rank,
-            "decoded_token": piece(logprob.token_id),
+            "decoded_token": text,
+            **({} if data is None else {"bytes": list(data)}),
         }
 
     items = [token and {str(item.token_id): entry(item) for item in token} for token in tokens]
@@ -352,7 +361,7 @@ class ResponseBuilder:
     (finish reasons, cumulative log-probabilities) is kept from response to response.
     """
 
-    def __init__(self, parsed: ParsedRequest, piece: Callable[[int], str]) -> None:
+    def __init__(self, parsed: ParsedRequest, piece: Callable[[int], TokenText]) -> None:
         self._parsed = parsed
         self._piece = piece
         n = parsed.params.n

@@ -75,6 +75,12 @@ class RequestHandle:
     caller: Caller = field(default_factory=Caller)
     last_poll: float = 0.0
 
+    @property
+    def label(self) -> str:
+        """The request's name in the log: our number, and its caller's id."""
+        shown = f" ({self.caller.request_id})" if self.caller.request_id else ""
+        return f"request {self.request_id}{shown}"
+
 
 @dataclass
 class _Mail:
@@ -235,6 +241,8 @@ class Responder:
         self, handle: RequestHandle, error: RequestError, output: RequestOutput | None = None
     ) -> None:
         self._fails(handle, error.code, output)
+        if error.code is ErrorCode.INTERNAL:
+            logger.error("%s ended with %s", handle.label, error)
         self._send(handle, _error_response(error), final=True)
 
     def _send_output(self, handle: RequestHandle, output: RequestOutput) -> None:
@@ -248,7 +256,7 @@ class Responder:
         try:
             response = _response(handle.builder.tensors(output))
         except Exception:
-            logger.exception("a response could not be built")
+            logger.exception("%s: a response could not be built", handle.label)
             self._abort(handle.request_id, _NOT_BUILT)
             self._send_error(handle, _NOT_BUILT)
             return
@@ -285,7 +293,7 @@ class Responder:
         try:
             handle.sender.send(response, flags=flags)
         except Exception:
-            logger.exception("a response could not be sent")
+            logger.exception("%s: a response could not be sent", handle.label)
             self._abort(handle.request_id, _NOT_BUILT)
             if not final:
                 self._fails(handle, ErrorCode.INTERNAL)
@@ -305,7 +313,7 @@ class Responder:
         try:
             handle.sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception:
-            logger.exception("a final flag could not be sent; the request pins the model")
+            logger.exception("%s: a final flag could not be sent; it pins the model", handle.label)
             if not self.broken:
                 self.broken = True
                 self._on_broken()
@@ -362,7 +370,7 @@ class Responder:
             try:
                 cancelled = handle.sender.is_cancelled()
             except Exception:
-                logger.exception("asking for a cancel failed")
+                logger.exception("%s: asking for a cancel failed", handle.label)
                 continue
             if cancelled:
                 handle.abort_error = CANCELLED

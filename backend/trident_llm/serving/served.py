@@ -124,7 +124,7 @@ class ServedModel(ABC, Generic[E]):
         """Read from another thread than the engine's: each number is right, if not all at once."""
 
     @abstractmethod
-    def _snapshot(self, engine: E) -> dict[str, Any]:
+    def _snapshot(self, engine: E, detailed: bool) -> dict[str, Any]:
         """What the ``stats`` operation tells; runs on the engine's thread."""
 
     def _stop_helpers(self) -> None:
@@ -210,7 +210,7 @@ class ServedModel(ABC, Generic[E]):
             except RequestError as error:
                 self._responder.answer(handle, error)
             except Exception:
-                logger.exception("a request could not be read")
+                logger.exception("%s could not be read", handle.label)
                 self._responder.answer(handle, _UNREADABLE)
 
     def _take_in(self, handle: RequestHandle, request: Any) -> None:
@@ -291,8 +291,8 @@ class ServedModel(ABC, Generic[E]):
     def _healthy(self) -> bool:
         return not (self._loop.dead or self._responder.broken or self._watchdog.stuck)
 
-    def _stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self._loop.call(self._snapshot)
+    def _stats(self, detailed: bool) -> dict[str, Any]:
+        stats: dict[str, Any] = self._loop.call(lambda engine: self._snapshot(engine, detailed))
         # Requests so far, and those without their final flag; this one is among both.
         return {
             **stats,

@@ -1,7 +1,7 @@
 """Who may ask, how much, and how often at a time: keys, sizes and limits, before any endpoint.
 
 Plain ASGI, so that the endpoints see when their caller leaves. Invariants: once there are keys, every
-path but the health checks needs one; keys are kept as digests and compared in constant time; no more
+path but the health checks and the page's own files needs one; keys are kept as digests and compared in constant time; no more
 of a body is read than may be sent.
 """
 
@@ -15,18 +15,22 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trident_client import request_id as current_request_id
 from trident_client.openai.errors import RETRY_AFTER, ApiError
 from trident_client.openai.http import JSONAnswer
+from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
 
-__all__ = ["Access", "Keys", "error_response"]
+__all__ = ["MAX_HEADER_BYTES", "Access", "Keys", "error_response"]
 
+MAX_HEADER_BYTES = 16 * 1024
 KEYS_VARIABLE = "TRIDENT_API_KEYS"
 _OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -84,16 +88,20 @@ class Access:
         app: ASGIApp,
         *,
         keys: Keys,
+        open_paths: frozenset[str] = frozenset(),
         metrics: GatewayMetrics,
         max_body_bytes: int,
         max_requests_per_key: int,
+        budgets: TokenBudgets,
     ) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths.union(_OPEN_PATHS)
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._max_requests_per_key = max_requests_per_key
         self._in_flight: Counter[str] = Counter()
+        self._budgets = budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,6 +110,7 @@ class Access:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status = 500
+        current_request_id.set(request_id)  # under which the model server knows it too
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -117,17 +126,21 @@ class Access:
             self._metrics.ended(scope["path"], scope.get("trident_outcome", str(status)))
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _head_bytes(scope) > MAX_HEADER_BYTES:
+            await error_response(_LARGE_HEAD)(scope, receive, send)
+            return
         caller = ""
-        if self._keys and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._keys and scope["path"] not in self._open_paths and scope["method"] != "OPTIONS":
             known = self._keys.caller(Headers(scope=scope).get("authorization", ""))
             if known is None:
                 await error_response(_WRONG_KEY)(scope, receive, send)
                 return
             caller = known
             scope["trident_salt"] = hashlib.sha256(b"cache salt " + known.encode()).hexdigest()[:32]
-        limited = self._max_requests_per_key > 0 and scope["method"] == "POST"
-        if limited and self._in_flight[caller] >= self._max_requests_per_key:
-            await error_response(_TOO_MANY)(scope, receive, send)
+        scope["trident_charge"] = partial(self._budgets.charge, caller)
+        refusal = self._refusal(caller) if scope["method"] == "POST" else None
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
             return
         self._in_flight[caller] += 1
         try:
@@ -139,6 +152,13 @@ class Access:
             self._in_flight[caller] -= 1
             if not self._in_flight[caller]:
                 del self._in_flight[caller]
+
+    def _refusal(self, caller: str) -> ApiError | None:
+        """Why this caller may not ask for anything now."""
+        if 0 < self._max_requests_per_key <= self._in_flight[caller]:
+            return _TOO_MANY
+        seconds = self._budgets.seconds_to_wait(caller)
+        return _too_many_tokens(seconds) if seconds else None
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the caller left within it. Raises `ApiError` if it is too large."""
@@ -183,6 +203,28 @@ _TOO_MANY = ApiError(
     code="rate_limit_exceeded",
     headers=RETRY_AFTER,
 )
+
+
+_LARGE_HEAD = ApiError(
+    431,
+    f"The path and the headers must have at most {MAX_HEADER_BYTES} bytes",
+    code="headers_too_large",
+)
+
+
+def _head_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+
+
+def _too_many_tokens(seconds: int) -> ApiError:
+    return ApiError(
+        429,
+        f"This key has used its tokens of the minute; ask again in {seconds} s",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+    )
 
 
 def _replayed(body: bytes | None, receive: Receive) -> Receive:

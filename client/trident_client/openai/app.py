@@ -22,13 +22,17 @@ from trident_client.openai.embeddings import embeddings
 from trident_client.openai.errors import ApiError, from_trident, unknown_model
 from trident_client.openai.gateway import Gateway
 from trident_client.openai.http import ClientGone, JSONAnswer
+from trident_client.openai.limits import TokenBudgets
 from trident_client.openai.metrics import GatewayMetrics
+from trident_client.openai.openapi import document
 from trident_client.openai.responses import responses
 from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 from trident_client.openai.tokenize import detokenize, tokenize
+from trident_client.openai.web_page import WebPage, stats
 
 __all__ = ["create_app", "from_environment"]
 
+_VERSION = importlib.metadata.version("trident-client")
 Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -48,16 +52,21 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
         yield
         await gateway.close()
 
-    # Its own description of the paths would need no key, and they are OpenAI's.
+    # FastAPI's own description would need no key, and knows nothing of the bodies.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     _add_endpoints(app, gateway, metrics)
+    page = WebPage(needs_key=bool(keys)) if settings.page else None
+    if page is not None:
+        _add_page(app, gateway, page)
     _add_error_handlers(app)
     served: ASGIApp = Access(
         app,
         keys=keys,
+        open_paths=frozenset() if page is None else page.paths,
         metrics=metrics,
         max_body_bytes=settings.max_body_bytes,
         max_requests_per_key=settings.max_requests_per_key,
+        budgets=TokenBudgets(settings.max_tokens_per_minute_per_key),
     )
     if settings.cors_origins:
         served = CORSMiddleware(
@@ -86,6 +95,7 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
         "/health/live": _health,
         "/health/ready": _ready,
         "/version": _version,
+        "/openapi.json": _openapi,
     }
 
     def add(path: str, method: str, endpoint: Endpoint) -> None:
@@ -103,6 +113,15 @@ def _add_endpoints(app: FastAPI, gateway: Gateway, metrics: GatewayMetrics) -> N
         return PlainTextResponse(await metrics.text())
 
     app.router.add_route("/metrics", show_metrics, methods=["GET"])
+
+
+def _add_page(app: FastAPI, gateway: Gateway, page: WebPage) -> None:
+    async def show_stats(request: Request) -> Response:
+        return await stats(gateway, request)
+
+    for path in page.paths:
+        app.router.add_route(path, page.serve, methods=["GET"])
+    app.router.add_route("/stats", show_stats, methods=["GET"])
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -176,4 +195,8 @@ async def _is_ready(client: AsyncClient) -> bool:
 
 
 async def _version(gateway: Gateway, request: Request) -> Response:
-    return JSONAnswer({"version": importlib.metadata.version("trident-client")})
+    return JSONAnswer({"version": _VERSION})
+
+
+async def _openapi(gateway: Gateway, request: Request) -> Response:
+    return JSONAnswer(document(_VERSION))

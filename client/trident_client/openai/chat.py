@@ -19,6 +19,7 @@ from trident_client.openai.http import read_json
 from trident_client.openai.output.parser import OutputForm, OutputParser
 from trident_client.openai.output.pieces import Arguments, CallStart, Piece, Reasoning, Text, joined
 from trident_client.openai.prompt_scores import listed
+from trident_client.openai.reasoning_tokens import reasoning_tokens
 from trident_client.openai.sse import event
 from trident_client.openai.usage import chat_logprobs, finish_reason, usage
 
@@ -39,8 +40,12 @@ async def chat_completions(gateway: Gateway, request: Request) -> Response:
     if body.stream:
         stream = job.client.chat(messages, stream=True, **options)
         return await gateway.stream(request, job, [stream], _Events(job, body, form))
-    work = job.client.chat(messages, **options)
-    return await gateway.answer(request, job, work, lambda result: _whole(job, body, form, result))
+
+    async def work() -> tuple[Result, int | None]:
+        result = await job.client.chat(messages, **options)
+        return result, await reasoning_tokens(job.client, form, [result])
+
+    return await gateway.answer(request, job, work(), lambda made: _whole(job, body, form, *made))
 
 
 def new_call_id(start: CallStart) -> str:
@@ -56,7 +61,9 @@ def parse_output(form: OutputForm, text: str) -> list[Piece]:
     return joined([*parser.feed(text), *parser.finish()])
 
 
-def _whole(job: Job, body: ChatRequest, form: OutputForm, result: Result) -> dict[str, Any]:
+def _whole(
+    job: Job, body: ChatRequest, form: OutputForm, result: Result, reasoning: int | None
+) -> dict[str, Any]:
     choices = []
     for choice in result.choices:
         message = _message(parse_output(form, choice.text))
@@ -72,7 +79,11 @@ def _whole(job: Job, body: ChatRequest, form: OutputForm, result: Result) -> dic
         if body.return_token_ids:
             made["token_ids"] = list(choice.token_ids or ())
         choices.append(made)
-    answer = {**job.head("chat.completion"), "choices": choices, "usage": usage([result])}
+    answer = {
+        **job.head("chat.completion"),
+        "choices": choices,
+        "usage": usage([result], reasoning),
+    }
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = listed(result)
     return answer
@@ -121,6 +132,7 @@ class _Events:
     def __init__(self, job: Job, body: ChatRequest, form: OutputForm) -> None:
         self._job = job
         self._body = body
+        self._form = form
         self._choices = [_ChoiceState(form) for _ in range(body.n or 1)]
         self._include_usage = bool((body.stream_options or StreamOptions()).include_usage)
 
@@ -155,14 +167,15 @@ class _Events:
             )
         return data
 
-    def last(self, results: Sequence[Result]) -> bytes:
+    async def last(self, results: Sequence[Result]) -> bytes:
         """The counts, and the end."""
         if not all(choice.has_ended for choice in self._choices):
             finish_reason(None)
         data = b""
         if self._include_usage:
             head = self._job.head("chat.completion.chunk")
-            data = event({**head, "choices": [], "usage": usage(results)})
+            reasoning = await reasoning_tokens(self._job.client, self._form, results)
+            data = event({**head, "choices": [], "usage": usage(results, reasoning)})
         return data + b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> bytes:

@@ -19,8 +19,6 @@ from trident_client.openai.settings import ENVIRONMENT, GatewaySettings
 
 __all__ = ["add_arguments", "run", "server_options", "settings_of"]
 
-_MAX_HEADER_BYTES = 16 * 1024
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The gateway's options, beside those of the connection to the server."""
@@ -43,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of a key in flight at a time, in each process (default: no limit)",
     )  # fmt: skip
     group.add_argument(
+        "--max-tokens-per-minute-per-key", type=int, default=0, metavar="N",
+        help="tokens of prompts and outputs of a key, counted as its requests end, in each process "
+        "(default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
         "--max-body-bytes", type=int, default=default.max_body_bytes, metavar="N",
         help=f"default: {default.max_body_bytes}",
     )  # fmt: skip
@@ -62,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", default=default.reasoning_parser, choices=("auto", "off", "open"),
         help="auto: a <think> block at the beginning is reasoning; open: the chat template has "
         "opened it already (default: auto)",
+    )  # fmt: skip
+    group.add_argument(
+        "--page", action=argparse.BooleanOptionalAction, default=default.page,
+        help="a page at / to try the models and to watch the engine (default: yes)",
     )  # fmt: skip
     group.add_argument("--stop-at-eof", action="store_true", help=argparse.SUPPRESS)
 
@@ -84,23 +91,29 @@ def settings_of(arguments: argparse.Namespace) -> GatewaySettings:
         cors_origins=tuple(arguments.cors_origin),
         tool_parser=arguments.tool_parser,
         reasoning_parser=arguments.reasoning_parser,
+        page=arguments.page,
         max_body_bytes=arguments.max_body_bytes,
         max_requests_per_key=arguments.max_requests_per_key,
+        max_tokens_per_minute_per_key=arguments.max_tokens_per_minute_per_key,
         stop_at_eof=arguments.stop_at_eof,
     )
 
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:
-    """How uvicorn serves, wherever it listens."""
+    """How uvicorn serves, wherever it listens. Raises ImportError without the extra ``openai``."""
+    from trident_client.openai.access import MAX_HEADER_BYTES
+    from trident_client.openai.connection import Connection
+
     return {
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
         "lifespan": "on",
-        "timeout_keep_alive": 30,
+        "timeout_keep_alive": settings.idle_timeout,
         "timeout_graceful_shutdown": int(settings.shutdown_timeout),
-        "http": "h11",  # the one of uvicorn's whose headers are bounded
-        "h11_max_incomplete_event_size": _MAX_HEADER_BYTES,
+        "http": Connection,
+        "ws": "none",
+        "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
     }
 
 

@@ -175,7 +175,7 @@ class _Maker:
             data += self._chunk(end)
         return data
 
-    def last(self, results: Sequence[Result]) -> bytes:
+    async def last(self, results: Sequence[Result]) -> bytes:
         """The counts, and the end."""
         if self._unfinished:
             finish_reason(None)

@@ -41,6 +41,7 @@ class Job:
     salt: str | None  # keeps its cached prefixes apart from other callers'
     renames: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+    charge: Callable[[int], None] = lambda tokens: None  # of what the request has used, at its end
 
     def head(self, object: str, *, created: str = "created") -> dict[str, Any]:
         """The fields that every answer and every chunk begins with."""
@@ -111,8 +112,14 @@ class Gateway:
     ) -> Job:
         """The beginning of a request."""
         model, client = self.client(body.model)
-        salt = request.scope.get("trident_salt")
-        return Job(client, model, f"{prefix}-{uuid.uuid4().hex}", salt, renames or {})
+        return Job(
+            client,
+            model,
+            f"{prefix}-{uuid.uuid4().hex}",
+            request.scope.get("trident_salt"),
+            renames or {},
+            charge=request.scope["trident_charge"],
+        )
 
     def embedding_job(self, request: Request, body: Body, renames: Mapping[str, str]) -> Job:
         """The beginning of a request for embeddings."""
@@ -132,16 +139,18 @@ class Gateway:
     ) -> Response:
         """The whole answer, once `work` is done."""
         try:
-            return JSONAnswer(shape(await until_gone(request, work)))
+            made = shape(await until_gone(request, work))
         except TridentError as error:
             raise job.translate(error) from None
+        job.charge(made.get("usage", {}).get("total_tokens", 0))
+        return JSONAnswer(made)
 
     async def stream(
         self, request: Request, job: Job, streams: Sequence[AsyncStream], maker: EventMaker
     ) -> Response:
         """The answer as events. What is refused before any output is an ordinary error."""
         settings = self.settings
-        pump = Pump(streams, max_unread_bytes=settings.max_unread_bytes)
+        pump = Pump(streams, max_unread_bytes=settings.max_unread_bytes, charge=job.charge)
         await pump.__aenter__()
         try:
             begun = await until_gone(request, pump.next(settings.heartbeat))

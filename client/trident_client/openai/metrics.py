@@ -16,6 +16,7 @@ PATHS = frozenset(
     (
         "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models",
         "/tokenize", "/detokenize", "/health", "/health/ready", "/version", "/metrics",
+        "/stats", "/", "/openapi.json",
     )
 )  # fmt: skip
 """Paths that are counted under their names; others are "other", so that nobody can add to them."""

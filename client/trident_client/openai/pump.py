@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
 
 from trident_client import AsyncStream, Delta, Result, TridentError
 
@@ -20,27 +21,32 @@ AT_ONCE = 16
 """Prompts of one request under way at the same time."""
 
 _LOGPROB_BYTES = 150
+_MOST_PARTS = 64  # deltas of a choice that wait by themselves
+
+_T = TypeVar("_T")
 
 
 class SlowReader(Exception):
     """The caller reads so slowly that more output waits than may."""
 
 
-def merge(first: Delta, second: Delta) -> Delta:
-    """Both deltas of one choice as one."""
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one choice, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    counts = [delta.num_tokens for delta in deltas if delta.num_tokens is not None]
     return dataclasses.replace(
-        second,
-        text=first.text + second.text,
-        token_ids=_joined(first.token_ids, second.token_ids),
-        num_tokens=_joined(first.num_tokens, second.num_tokens),
-        logprobs=_joined(first.logprobs, second.logprobs),
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=_chained(delta.token_ids for delta in deltas),
+        num_tokens=sum(counts) if counts else None,
+        logprobs=_chained(delta.logprobs for delta in deltas),
     )
 
 
-def _joined(first: Any, second: Any) -> Any:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+def _chained(parts: Iterable[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
+    known = [part for part in parts if part is not None]
+    return tuple(chain.from_iterable(known)) if known else None
 
 
 def _size(delta: Delta) -> int:
@@ -55,12 +61,19 @@ class Pump:
     An async context manager: entered, it reads; left, it cancels what has not ended.
     """
 
-    def __init__(self, streams: Sequence[AsyncStream], *, max_unread_bytes: int) -> None:
+    def __init__(
+        self,
+        streams: Sequence[AsyncStream],
+        *,
+        max_unread_bytes: int,
+        charge: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         self._streams = streams
         self._max_unread_bytes = max_unread_bytes
+        self._charge = charge
         self._places = asyncio.Semaphore(AT_ONCE)
         self._tasks: list[asyncio.Task[None]] = []
-        self._unread: dict[tuple[int, int], Delta] = {}
+        self._unread: dict[tuple[int, int], list[Delta]] = {}  # by prompt and choice
         self._unread_bytes = 0
         self._running = len(streams)
         self._news = asyncio.Event()
@@ -97,7 +110,7 @@ class Pump:
                 alarm.cancel()
         self._news.clear()
         if self._unread:
-            deltas = [(prompt, delta) for (prompt, _), delta in self._unread.items()]
+            deltas = [(prompt, merge(parts)) for (prompt, _), parts in self._unread.items()]
             self._unread, self._unread_bytes = {}, 0
             self._wake_if_over()
             return deltas
@@ -118,13 +131,17 @@ class Pump:
                 self.results[prompt] = await stream.result()
         except (TridentError, SlowReader) as error:
             self._fail(error)
+        finally:
+            self._charge((stream.usage.prompt_tokens or 0) + (stream.usage.completion_tokens or 0))
         self._running -= 1
         self._wake_if_over()
 
     def _keep(self, prompt: int, delta: Delta) -> None:
-        key = (prompt, delta.index)
-        kept = self._unread.get(key)
-        self._unread[key] = delta if kept is None else merge(kept, delta)
+        parts = self._unread.setdefault((prompt, delta.index), [])
+        parts.append(delta)
+        # Not one by one, which would copy all that waits for each token.
+        if len(parts) > _MOST_PARTS:
+            parts[:] = [merge(parts)]
         self._unread_bytes += _size(delta)
         self._news.set()
         if self._unread_bytes > self._max_unread_bytes:

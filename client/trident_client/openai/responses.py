@@ -17,6 +17,7 @@ from trident_client.openai.gateway import Gateway, Job
 from trident_client.openai.http import read_json
 from trident_client.openai.output.parser import OutputForm, OutputParser
 from trident_client.openai.output.pieces import Arguments, CallStart, Piece, Reasoning, joined
+from trident_client.openai.reasoning_tokens import reasoning_tokens
 from trident_client.openai.responses_request import ResponsesRequest
 from trident_client.openai.sse import event
 from trident_client.openai.usage import finish_reason, usage
@@ -52,11 +53,17 @@ async def responses(gateway: Gateway, request: Request) -> Response:
     job = gateway.job(request, body, "resp", {**chat.renames(use), **_NAMES})
     messages = [message.for_template() for message in chat.messages]
     options = {**chat.options(use), **job.options(body.cache_salt)}
-    maker = _Maker(job, body, chat.form(use, gateway.settings))
+    form = chat.form(use, gateway.settings)
+    maker = _Maker(job, body, form)
     if body.stream:
         stream = job.client.chat(messages, stream=True, **options)
         return await gateway.stream(request, job, [stream], maker)
-    return await gateway.answer(request, job, job.client.chat(messages, **options), maker.whole)
+
+    async def work() -> tuple[Result, int | None]:
+        result = await job.client.chat(messages, **options)
+        return result, await reasoning_tokens(job.client, form, [result])
+
+    return await gateway.answer(request, job, work(), lambda made: maker.whole(*made))
 
 
 class _Maker:
@@ -65,6 +72,7 @@ class _Maker:
     def __init__(self, job: Job, body: ResponsesRequest, form: OutputForm) -> None:
         self._job = job
         self._body = body
+        self._form = form
         self._parser = OutputParser(form)
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the one that grows
@@ -72,13 +80,13 @@ class _Maker:
         self._reason: str | None = None
         self._sequence = 0
 
-    def whole(self, result: Result) -> dict[str, Any]:
+    def whole(self, result: Result, reasoning: int | None) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
         self._take(self._parser.feed(result.text))
         self._take(self._parser.finish())
         self._reason = finish_reason(result.finish_reason)
         self._close_item()
-        return self._response(usage([result]))
+        return self._response(usage([result], reasoning))
 
     def first(self) -> bytes:
         """The response as it begins."""
@@ -96,10 +104,11 @@ class _Maker:
             data += self._close_item()
         return data
 
-    def last(self, results: Sequence[Result]) -> bytes:
+    async def last(self, results: Sequence[Result]) -> bytes:
         """The response as it ends."""
         finish_reason(self._reason)
-        ended = self._response(usage(results))
+        reasoning = await reasoning_tokens(self._job.client, self._form, results)
+        ended = self._response(usage(results, reasoning))
         return self._event(f"response.{ended['status']}", response=ended)
 
     def failed(self, error: ApiError) -> bytes:
@@ -226,6 +235,6 @@ def _response_usage(counts: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": counts.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": counts["total_tokens"],
     }

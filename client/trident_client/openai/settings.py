@@ -33,10 +33,13 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    page: bool = True  # whether there is something to look at under "/"
     max_body_bytes: int = 4 * 2**20
     max_requests_per_key: int = 0  # in flight; 0: no limit
+    max_tokens_per_minute_per_key: int = 0  # of prompts and outputs; 0: no limit
     max_unread_bytes: int = 2**20  # of one request, beyond what is in the connection's own buffers
     write_timeout: float = 60.0
+    idle_timeout: float = 30.0  # of a connection that sends no whole head, or does not read
     heartbeat: float = 10.0
     shutdown_timeout: float = 30.0
     stop_at_eof: bool = False  # end when standard input does: its other end is who started us

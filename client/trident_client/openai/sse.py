@@ -40,7 +40,7 @@ class EventMaker(Protocol):
     def feed(self, prompt: int, delta: Delta) -> bytes:
         """The events of one delta."""
 
-    def last(self, results: Sequence[Result]) -> bytes:
+    async def last(self, results: Sequence[Result]) -> bytes:
         """Events after all output."""
 
     def failed(self, error: ApiError) -> bytes:
@@ -119,7 +119,7 @@ class EventStream(Response):
                 data = b""
                 deltas = await self._pump.next(self._heartbeat)
             results = [result for result in self._pump.results if result is not None]
-            data += self._maker.last(results)
+            data += await self._maker.last(results)
         except (TridentError, ApiError) as error:
             scope["trident_outcome"] = "error"
             told = error if isinstance(error, ApiError) else self._maker.translate(error)

@@ -14,18 +14,21 @@ _FLOOR = -9999.0
 Logprobs = Sequence[Sequence[Logprob]]
 
 
-def usage(results: Iterable[Result]) -> dict[str, Any]:
-    """The tokens of a request's prompts and outputs."""
+def usage(results: Iterable[Result], reasoning: int | None = None) -> dict[str, Any]:
+    """The tokens of a request's prompts and outputs; `reasoning` tells how many of these were that."""
     counts = [result.usage for result in results]
     prompt = sum(count.prompt_tokens or 0 for count in counts)
     completion = sum(count.completion_tokens or 0 for count in counts)
     cached = sum(count.cached_tokens or 0 for count in counts)
-    return {
+    counted: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if reasoning is not None:
+        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return counted
 
 
 def finish_reason(reason: str | None) -> str:
@@ -75,14 +78,14 @@ def _top(token: Sequence[Logprob], num_top: int) -> list[Logprob]:
 
 
 def _candidate(candidate: Logprob) -> dict[str, Any]:
-    text = candidate.decoded_token or ""
-    # A token that is part of a character has no text of its own, and the server does not send its
-    # bytes.
-    known = "\N{REPLACEMENT CHARACTER}" not in text
+    text, data = candidate.decoded_token or "", candidate.token_bytes
+    # A token that is part of a character has no text of its own; not every server sends its bytes.
+    if data is None and "\N{REPLACEMENT CHARACTER}" not in text:
+        data = text.encode()
     return {
         "token": text,
         "logprob": finite(candidate.logprob),
-        "bytes": list(text.encode()) if known else None,
+        "bytes": None if data is None else list(data),
     }
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from trident_client.openai.output.pieces import Piece, Reasoning, Text
 
-__all__ = ["OPEN", "ReasoningParser", "held_back"]
+__all__ = ["CLOSE", "OPEN", "ReasoningParser", "held_back", "reasoning_end"]
 
 OPEN = "<think>"
-_CLOSE = "</think>"
+CLOSE = "</think>"
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
@@ -25,6 +25,18 @@ def held_back(text: str, marks: tuple[str, ...]) -> int:
         if any(mark.startswith(tail) for mark in marks):
             return length
     return 0
+
+
+def reasoning_end(text: str, *, begins_inside: bool) -> int:
+    """Where the block of a whole output ends, its closing mark included; 0 if there is none.
+
+    >>> reasoning_end("<think>so</think>yes", begins_inside=False), reasoning_end("yes", begins_inside=False)
+    (17, 0)
+    """
+    if not (begins_inside or text.lstrip().startswith(OPEN)):
+        return 0
+    close = text.find(CLOSE)
+    return len(text) if close < 0 else close + len(CLOSE)
 
 
 class ReasoningParser:
@@ -72,10 +84,10 @@ class ReasoningParser:
         if not self._has_thought:
             self._waiting = self._waiting.lstrip()
             self._has_thought = bool(self._waiting)
-        before, mark, after = self._waiting.partition(_CLOSE)
+        before, mark, after = self._waiting.partition(CLOSE)
         if mark:
             self._state, self._waiting = "after", after
             return [Reasoning(before.rstrip())]
-        shown = before[: len(before) - held_back(before, (_CLOSE,))].rstrip()
+        shown = before[: len(before) - held_back(before, (CLOSE,))].rstrip()
         self._waiting = before[len(shown) :]
         return [Reasoning(shown)]
