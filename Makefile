@@ -23,8 +23,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inpu
 
 # The browser that tests of the web page use; only root can install it, and only from Debian.
 BROWSER = { command -v chromium && command -v chromedriver; } >/dev/null || { \
-  test "$$(id -u)" = 0 && command -v apt-get && timeout 600 apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-  timeout 600 apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core; \
+  test "$$(id -u)" = 0 && command -v apt-get && timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+  timeout 400 apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core; \
   } >$(VENV)/browser.log 2>&1 </dev/null
 
 # $(call phase,NAME,COMMANDS): runs COMMANDS with their output in a log and tells how long they took.
