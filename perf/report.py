@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -70,7 +71,9 @@ def result(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "commit": commit(),
-        "command": shlex.join([Path(sys.executable).name, "-m", _module(), *sys.argv[1:]]),
+        "command": _without_folders(
+            shlex.join([Path(sys.executable).name, "-m", _module(), *sys.argv[1:]])
+        ),
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
@@ -82,6 +85,15 @@ def result(
         },
         **content,
     }
+
+
+def _without_folders(command: str) -> str:
+    """A command with files and programs by their names, not by where this machine keeps them.
+
+    >>> _without_folders("env A=/x/y.so:/x/z.so /opt/v/bin/python -m m --model /data/some --set a/b")
+    'env A=y.so:z.so python -m m --model some --set a/b'
+    """
+    return re.sub(r"(?<![\w./-])/(?:[^\s:'\"/]+/)+", "", command)
 
 
 def publish(content: Mapping[str, Any], output: Path | None) -> None:
