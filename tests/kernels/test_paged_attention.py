@@ -125,6 +125,59 @@ def test_long_chunks_do_not_change_a_bit() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+def shared_prefixes(dtype: torch.dtype, block_size: int) -> PagedBatch:
+    """Two prefixes, of 512 and of 256 keys, shared by some sequences each, between others."""
+    lens = [700, 600, 512, 513, 90, 300, 256, 511, 700, 640]
+    queries = [1, 1, 1, 1, 1, 1, 1, 1, 1, 5]  # the last one is no decode step
+    batch = make_batch(queries, lens, (6, 2), 64, block_size, dtype, seed=4)
+    whole = 256 // block_size
+    for seq in (2, 3, 8, 9):
+        batch.block_tables[seq, : 2 * whole] = batch.block_tables[0, : 2 * whole]
+    for seq in (5, 6, 7):
+        batch.block_tables[seq, :whole] = batch.block_tables[1, :whole]
+    return batch
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_shared_prefix_changes_no_bit(
+    dtype: torch.dtype, block_size: int, window: int | None
+) -> None:
+    batch = shared_prefixes(dtype, block_size)
+    together = ops.paged_attention(*batch.arguments(), 0.125, window)
+    check(together, reference.paged_attention(*batch.arguments(), 0.125, window), dtype)
+    for seq in range(len(batch.seq_lens)):
+        first, end = batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1]
+        alone = ops.paged_attention(*batch.alone(seq).arguments(), 0.125, window)
+        assert torch.equal(together[first:end], alone)
+
+
+@needs_cpu_kernels
+def test_a_shared_prefix_is_read_once() -> None:
+    """The tasks, as (members of the chain, first key) with how many there are of each."""
+    from tests.kernels.chains import chains_of
+
+    batch = shared_prefixes(torch.float32, 16)
+    assert chains_of(batch) == {
+        # Sequences 0, 2, 3, 8 share two segments, 1, 5, 6, 7 one; each for two heads.
+        (4, 0): 4, (4, 256): 2, (1, 0): 4,
+        # On their own: the second segments of 1, 5 and 7, and that of 9; third ones of 0, 1, 3, 8, 9.
+        (1, 256): 8, (1, 512): 10,
+    }  # fmt: skip
+
+
+@needs_cpu_kernels
+def test_more_sequences_than_a_task_takes_share_a_prefix() -> None:
+    batch = make_batch([1] * 150, [300] * 150, (6, 2), 16, 16, torch.bfloat16, seed=5)
+    batch.block_tables[1:, :16] = batch.block_tables[0, :16]
+    together = ops.paged_attention(*batch.arguments(), 0.25)
+    for seq in (0, 63, 64, 149):
+        alone = ops.paged_attention(*batch.alone(seq).arguments(), 0.25)
+        assert torch.equal(together[seq : seq + 1], alone)
+
+
 @needs_cpu_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

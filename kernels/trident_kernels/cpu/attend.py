@@ -288,12 +288,13 @@ def _attend_rows(
 
 @device
 def _load_queries(
-    q: Ptr, packed: Ptr, scratch: Scratch, shape: Shape, tokens: Any, head: int
+    q: Ptr, packed: Ptr, scratch: Scratch, shape: Shape, tokens: Any, head: int, row: int
 ) -> None:
-    """Copy the task's query rows together and reset its running state. tokens = (first, count)."""
+    """Copy query rows together, from `row` on, and reset their state. tokens = (first, count)."""
     first, count = tokens
-    target = pointer_like(packed, scratch.q)
-    acc, head_dim = as_f32(scratch.acc), shape.head_dim
+    head_dim = shape.head_dim
+    target = shifted(pointer_like(packed, scratch.q), row * head_dim)
+    acc = shifted(as_f32(scratch.acc), row * head_dim)
     width = shape.group * head_dim
     zero = splat(np.float32(0.0))
     for t in range(count):
@@ -302,16 +303,19 @@ def _load_queries(
             store16(target, t * width + d, load16(source, d))
             store16(acc, t * width + d, zero)
     maxima, sums = as_f32(scratch.running_max), as_f32(scratch.running_sum)
-    for r in range(count * shape.group):
+    for r in range(row, row + count * shape.group):
         maxima[r] = np.float32(LOWEST)
         sums[r] = np.float32(0.0)
 
 
 @device
-def _store_outputs(out: Ptr, scratch: Scratch, shape: Shape, tokens: Any, head: int) -> None:
+def _store_outputs(
+    out: Ptr, scratch: Scratch, shape: Shape, tokens: Any, head: int, from_row: int
+) -> None:
     first, count = tokens
-    acc, sums = as_f32(scratch.acc), as_f32(scratch.running_sum)
     head_dim = shape.head_dim
+    acc = shifted(as_f32(scratch.acc), from_row * head_dim)
+    sums = shifted(as_f32(scratch.running_sum), from_row)
     for t in range(count):
         for g in range(shape.group):
             row = t * shape.group + g
@@ -323,10 +327,11 @@ def _store_outputs(out: Ptr, scratch: Scratch, shape: Shape, tokens: Any, head: 
 
 
 @device
-def _store_partial(partial: Ptr, scratch: Scratch, rows: int, head_dim: int) -> None:
+def _store_partial(partial: Ptr, scratch: Scratch, from_row: int, rows: int, head_dim: int) -> None:
     """acc [rows, head_dim], then the maxima [rows], then the sums [rows]."""
-    acc = as_f32(scratch.acc)
-    maxima, sums = as_f32(scratch.running_max), as_f32(scratch.running_sum)
+    acc = shifted(as_f32(scratch.acc), from_row * head_dim)
+    maxima = shifted(as_f32(scratch.running_max), from_row)
+    sums = shifted(as_f32(scratch.running_sum), from_row)
     for d in range(0, rows * head_dim, LANES):
         store16(partial, d, load16(acc, d))
     for r in range(rows):
@@ -335,17 +340,31 @@ def _store_partial(partial: Ptr, scratch: Scratch, rows: int, head_dim: int) -> 
 
 
 @device
-def run_task(task: Any, data: Any, tables: Any, scratch: Scratch, shape: Shape) -> None:
-    """data = (q, k, v, out, packed, item, k_address, v_address, partials)."""
+def _row_of(i: int, tasks: Any, tables: Any) -> tuple[int, int]:
+    """A task's tokens in the flat batch: the first, and how many."""
+    first = np.int64(tables[1][tasks[i, 0]]) + tasks[i, 2]
+    return first, tasks[i, 3]
+
+
+@device
+def run_task(i: int, tasks: Any, data: Any, tables: Any, scratch: Scratch, shape: Shape) -> None:
+    """Task i, and those chained to it, whose keys are the same and visible to all their rows.
+
+    data = (q, k, v, out, packed, item, k_address, v_address, partials).
+    """
     q, k, v, out, packed, item, k_address, v_address, partials = data
     block_tables, cu_seqlens_q, seq_lens = tables
-    seq, head, first, count, key_lo, key_hi, segments, partial = task
-    start = np.int64(cu_seqlens_q[seq])
-    context = np.int64(seq_lens[seq]) - (np.int64(cu_seqlens_q[seq + 1]) - start)
-    position = context + first
-    tokens = (start + first, count)
-    rows = count * shape.group
-    _load_queries(q, packed, scratch, shape, tokens, head)
+    seq, head, key_lo, key_hi = tasks[i, 0], tasks[i, 1], tasks[i, 4], tasks[i, 5]
+    rows = 0
+    member = i
+    while member >= 0:
+        _load_queries(q, packed, scratch, shape, _row_of(member, tasks, tables), head, rows)
+        rows += tasks[member, 3] * shape.group
+        member = tasks[member, 8]
+    tokens: Any = np.int64(cu_seqlens_q[seq + 1]) - np.int64(cu_seqlens_q[seq])
+    position = np.int64(seq_lens[seq]) - tokens + tasks[i, 2]
+    if tasks[i, 8] >= 0:
+        position = key_hi  # rows of several sequences, all behind these keys
     table = shifted(block_tables, seq * shape.table_stride)
     low = max(key_lo, position + 1 - shape.window)
     k_rows, v_rows = as_i64(scratch.k_rows), as_i64(scratch.v_rows)
@@ -362,7 +381,14 @@ def run_task(task: Any, data: Any, tables: Any, scratch: Scratch, shape: Shape) 
             row = rows * b // blocks
             block = (row, rows * (b + 1) // blocks - row)
             _attend_rows(packed, scratch, shape, tile, columns, block, position)
-    if segments == 1:
-        _store_outputs(out, scratch, shape, tokens, head)
-    else:
-        _store_partial(shifted(partials, partial), scratch, rows, shape.head_dim)
+    row = 0
+    member = i
+    while member >= 0:
+        count = tasks[member, 3] * shape.group
+        if tasks[member, 6] == 1:
+            _store_outputs(out, scratch, shape, _row_of(member, tasks, tables), head, row)
+        else:
+            partial = shifted(partials, tasks[member, 7])
+            _store_partial(partial, scratch, row, count, shape.head_dim)
+        row += count
+        member = tasks[member, 8]

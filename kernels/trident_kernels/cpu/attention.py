@@ -9,7 +9,9 @@ Method: flash attention (Dao et al., 2022) over tiles of KEY_TILE keys at fixed 
 KEY_TILE. A task is (sequence, kv head, tokens, keys); its rows are (token, head of the group), so
 one packed K and V tile serves the whole group. K is transposed and V interleaved into thread-local
 scratch, and both products run in registers (tile.py). Sequences with few rows are cut into tasks of
-SEGMENT keys, merged in order. Threads draw tasks from an atomic counter, long ones first.
+SEGMENT keys, merged in order; those that have a whole segment in the same blocks, as a prefix that they
+share, do it as one task, which reads and packs it once. Threads draw tasks from an atomic counter, long
+ones first.
 
 Invariants: tiles, segments and merge order follow from the sequence alone, so its bits do not
 depend on neighbours or on the number of threads. Only slots in [first visible key, seq_len) are
@@ -55,7 +57,8 @@ from trident_kernels.cpu.simd import (
 
 SEGMENT = 256  # keys per task of a sequence with few rows; a multiple of KEY_TILE
 SPLIT_ROWS = 32  # up to this many rows (or a single token) a sequence is cut into segments
-FIELDS = 8  # int64 per task: seq, kv head, token, tokens, first key, end of keys, segments, partial
+# int64 per task: seq, kv head, token, tokens, first key, end of keys, segments, partial, next, led
+FIELDS = 10
 NO_WINDOW = 1 << 40
 LOG2_E = 1.4426950408889634
 # Where there is no bfloat16 dot product, bfloat16 K, V and weights are packed as float32.
@@ -77,7 +80,10 @@ def _span(tables: Any, seq: int, shape: Shape) -> tuple[int, int, int, int, bool
 
 @device
 def plan_tasks(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
-    """All tasks (int64 [n, FIELDS]), long ones first, and the floats their partial results need."""
+    """All tasks (int64 [n, FIELDS]), long ones first, and the floats their partial results need.
+
+    Tasks that are done together are a chain by `next`, -1 at its end; the first one leads the others.
+    """
     step = max(1, ROWS // shape.group)
     total = 0
     for seq in range(n_seqs):
@@ -85,6 +91,7 @@ def plan_tasks(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
         per_head = (keys - first + SEGMENT - 1) // SEGMENT if split else (tokens + step - 1) // step
         total += per_head * shape.kv_heads if tokens > 0 else 0
     tasks = np.empty((total, FIELDS), np.int64)
+    first_task = np.zeros(n_seqs, np.int64)
     n = 0
     partial = 0
     for want_split in range(2):
@@ -93,6 +100,7 @@ def plan_tasks(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
             if tokens == 0 or split != (want_split == 1):
                 continue
             segments = (keys - first + SEGMENT - 1) // SEGMENT if split else 1
+            first_task[seq] = n
             # Later tokens see more keys, so their tiles go first.
             for token in range((tokens - 1) // step * step, -1, -step):
                 count = min(step, tokens - token)
@@ -101,13 +109,63 @@ def plan_tasks(tables: Any, n_seqs: int, shape: Shape) -> tuple[Any, int]:
                     for s in range(segments):
                         key_lo = first + s * SEGMENT if split else low
                         key_hi = min(key_lo + SEGMENT, keys) if split else context + token + count
-                        task = (seq, head, token, count, key_lo, key_hi, segments, partial)
+                        task = (seq, head, token, count, key_lo, key_hi, segments, partial, -1, 0)
                         for f in range(FIELDS):
                             tasks[n, f] = task[f]
                         n += 1
                         if segments > 1:
                             partial += count * shape.group * (shape.head_dim + 2)
+    if shape.window >= NO_WINDOW:
+        _chain_tasks(tasks, first_task, tables, n_seqs, shape)
     return tasks[:n], partial
+
+
+@device
+def _chain_tasks(tasks: Any, first_task: Any, tables: Any, n_seqs: int, shape: Shape) -> None:
+    """Chains the tasks of decoding sequences that have a whole segment in the same blocks."""
+    most = max(1, ROWS // shape.group)
+    leads = np.zeros(n_seqs, np.bool_)
+    newest = np.zeros(n_seqs, np.int64)  # of those that a sequence leads, and how many there are
+    members = np.zeros(n_seqs, np.int64)
+    s, found = 0, True
+    while found:
+        found = False  # a sequence that has this segment whole
+        for seq in range(n_seqs):
+            leads[seq] = False
+            tokens, _, _, keys, _ = _span(tables, seq, shape)
+            if tokens != 1 or keys < (s + 1) * SEGMENT:
+                continue
+            found = True
+            leader = -1
+            for other in range(seq):
+                full = members[other] == most
+                if leads[other] and not full and _have_same_blocks(tables, other, seq, s, shape):
+                    leader = other
+                    break
+            if leader < 0:
+                leads[seq], newest[seq], members[seq] = True, seq, 1
+                continue
+            before = newest[leader]
+            newest[leader] = seq
+            members[leader] += 1
+            for head in range(shape.kv_heads):
+                last = first_task[before] + head * tasks[first_task[before], 6] + s
+                mine = first_task[seq] + head * tasks[first_task[seq], 6] + s
+                tasks[last, 8] = mine
+                tasks[mine, 9] = 1
+        s += 1
+
+
+@device
+def _have_same_blocks(tables: Any, a: int, b: int, segment: int, shape: Shape) -> bool:
+    block_tables, _, _ = tables
+    first = segment * SEGMENT // shape.block_size
+    last = ((segment + 1) * SEGMENT - 1) // shape.block_size
+    at_a, at_b = a * shape.table_stride, b * shape.table_stride
+    for block in range(first, last + 1):
+        if block_tables[at_a + block] != block_tables[at_b + block]:
+            return False
+    return True
 
 
 @device
@@ -177,9 +235,8 @@ def run_tasks(counter: int, tasks: Any, data: Any, tables: Any, scratch: Any, sh
         i = fetch_add(as_i64(counter))
         if i >= len(tasks):
             break
-        t = tasks[i]
-        task = (t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7])
-        run_task(task, data, tables, scratch, shape)
+        if tasks[i, 9] == 0:
+            run_task(i, tasks, data, tables, scratch, shape)
 
 
 @device
