@@ -142,7 +142,7 @@ def stub_of(server: RunningServer, model: str) -> int:
     serve = server._serve
     (pid,) = [
         pid
-        for pid in serve._children(serve.server())
+        for pid in serve.children(serve.server())
         if f"/models/{model}/" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
     return pid
