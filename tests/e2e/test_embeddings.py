@@ -159,7 +159,9 @@ def test_a_model_whose_process_is_killed_comes_back(tmp_path: Path, tiny_model: 
         expected = client.embed("one two three").vector
         os.kill(stub_of(server, "embed"), signal.SIGKILL)
         wait_for(lambda: "ready again after" in server.log, "the server is restarted")
-        assert "the process that runs the model has died" in server.log
+        # The server itself may break when one of its processes is killed.
+        told = ("the process that runs the model has died", "the server ended by itself")
+        assert any(text in server.log for text in told)
 
         def same() -> bool:
             try:
