@@ -150,8 +150,8 @@ def test_models_are_told_apart(
         client.embeddings.create(model="another", input="Hi")
 
 
-def test_a_server_without_one(shared_server: FakeServer) -> None:
-    with RunningGateway(shared_server.url) as running, running.openai() as client:
+def test_a_server_without_one(server: FakeServer) -> None:
+    with RunningGateway(server.url) as running, running.openai() as client:
         assert [model.id for model in client.models.list()] == ["llm"]
         assert running.get("/health/ready").json() == {"models": {"llm": True}}
         with pytest.raises(openai.NotFoundError):

@@ -46,7 +46,7 @@ def test_a_worker_runs_what_it_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     )
     root = Path(workloads.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root)]))
-    echo = worker.Worker(["echo_worker"], {"N": "7"}, pause=True)
+    echo = worker.Worker.of_ours(["echo_worker"], {"N": "7"}, pause=True)
     echo.wait_until_ready()
     assert echo.measure("W1", 3) == {"W1": 3.0, "env": 7.0}
     assert echo.measure("W2", 4) == {"W2": 4.0, "env": 7.0}

@@ -36,6 +36,9 @@ class Request:
     def parameters(self) -> str:
         return "" if self._parameters is None else json.dumps(self._parameters)
 
+    def request_id(self) -> str:
+        return ""
+
     def timeout(self) -> int:
         return 0
 
