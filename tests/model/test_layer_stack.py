@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,22 @@ def test_threads_change_no_bit(make: Make) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_a_step_that_wants_no_logits(make: Make) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("wanted", [[], [7, 0, 3] * 40], ids=["none", "more than tokens"])
+def test_any_tokens_may_be_wanted(make: Make, wanted: list[int], int8: bool) -> None:
     _, folder = make("llama", max_position_embeddings=1024)
-    decoder = load(folder)
-    runs = []
+    decoder = load(folder, int8)
+    hidden, caches = [], []
     for kept in (decoder._stack, None):
         decoder._stack = kept
         run = PagedRun(decoder)
         batch = run._batch([Sequence(prompt(20))], [20], False)
-        object.__setattr__(batch, "logits_indices", torch.empty(0, dtype=torch.int64))
+        batch = replace(batch, logits_indices=torch.tensor(wanted, dtype=torch.int64))
         with torch.inference_mode():
-            assert decoder.hidden(batch, run.kv).shape == (0, decoder.config.hidden_size)
-        runs.append(run.kv.data)
-    assert torch.equal(*runs)
+            hidden.append(decoder.hidden(batch, run.kv))
+        caches.append(run.kv.data)
+    assert hidden[0].shape == (len(wanted), decoder.config.hidden_size)
+    assert torch.equal(*hidden) and torch.equal(*caches)
 
 
 def test_what_cannot_run_in_one_call_runs_by_operation(make: Make) -> None:

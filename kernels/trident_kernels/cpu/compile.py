@@ -55,9 +55,10 @@ def _compile(number: int) -> None:
 
 
 def fill_cache() -> float:
-    """As `compile_kernels`, with a process for each of up to two cores."""
+    """As `compile_kernels`, with a process for each of up to two cores if there is much to do."""
     start = time.perf_counter()
-    if CACHE_FOLDER is not None and (os.cpu_count() or 1) > 1:
+    is_empty = CACHE_FOLDER is not None and not any(CACHE_FOLDER.rglob("*.nbi"))
+    if is_empty and (os.cpu_count() or 1) > 1:
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
             list(processes.map(_compile, range(len(KERNELS))))
     compile_kernels()

@@ -371,7 +371,7 @@ def _decoder_layers(
         window_tasks, window_floats = plan_tasks(
             tables, step.num_seqs, _shape(step, step.window, scale)
         )
-    partials = np.empty(floats + window_floats, np.float32)
+    partials = np.empty(max(floats, window_floats), np.float32)
     counts = np.zeros(2 * _LINE // 8 + step.num_layers, np.int64)
     memory = np.empty((threads, scratch_bytes(_shape(step, NO_WINDOW, scale))), np.uint8)
     # All arrays are named here: as long as the loop runs, Numba keeps what it sees used by it.
@@ -504,7 +504,7 @@ class LayerStack:
                 residual.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
                 slot_mapping.data_ptr(), block_tables.data_ptr(), cu_seqlens_q.data_ptr(),
                 seq_lens.data_ptr(), logits_indices.data_ptr(),
-                *self._working_memory(len(residual), len(logits_indices)), out.data_ptr(),
+                *self._working_memory(max(len(residual), len(logits_indices))), out.data_ptr(),
             ),
             np.int64,
         )  # fmt: skip
@@ -514,22 +514,22 @@ class LayerStack:
         )
         return out
 
-    def _working_memory(self, tokens: int, logits: int) -> list[int]:
+    def _working_memory(self, rows: int) -> list[int]:
         """Addresses of the regions from `normed` to `starts`; kept, and grown when need be."""
         heads_width = self._heads * self._head_dim
         qkv_width = heads_width + 2 * self._kv_heads * self._head_dim
         widest = max(self._hidden, heads_width, self._intermediate)
         sizes = [
-            2 * tokens * self._hidden,  # normed
-            2 * tokens * max(qkv_width, 2 * self._intermediate),  # wide
-            2 * max(tokens, logits) * heads_width,  # query, then attended of the last layer
-            2 * tokens * heads_width,  # attended
-            2 * max(tokens, logits) * self._intermediate,  # gated
-            2 * max(tokens, logits) * self._hidden,  # product
-            2 * logits * self._hidden,  # last residual
-            max(tokens, logits) * widest,  # quantized
-            4 * max(tokens, logits) * (widest // GROUP),  # scales
-            4 * max(tokens, logits) * (widest // GROUP),  # starts
+            2 * rows * self._hidden,  # normed
+            2 * rows * max(qkv_width, 2 * self._intermediate),  # wide
+            2 * rows * heads_width,  # query, then attended of the last layer
+            2 * rows * heads_width,  # attended
+            2 * rows * self._intermediate,  # gated
+            2 * rows * self._hidden,  # product
+            2 * rows * self._hidden,  # last residual
+            rows * widest,  # quantized
+            4 * rows * (widest // GROUP),  # scales
+            4 * rows * (widest // GROUP),  # starts
         ]
         offsets = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
         if len(self._memory) < offsets[-1] + _LINE:
